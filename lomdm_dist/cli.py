@@ -1,0 +1,254 @@
+"""The command line: `lomdm prepare | train | eval | sample | convert`.
+
+Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on request after saving;
+1 anything else.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from lomdm_dist.errors import StoppedOnRequest, UserError
+
+MISTAKE, REQUEUE = 2, 75
+
+
+def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
+    """Run one command and exit with its status. `train.py` is `lomdm train`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(default_command).parse_args(arguments)
+    try:
+        options.run(options)
+    except UserError as error:
+        if options.debug:
+            raise
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(MISTAKE)
+    except StoppedOnRequest:
+        sys.exit(REQUEUE)
+
+
+def _parser(default_command: str | None) -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", metavar="FILE", help="write the result here too")
+    common.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
+    if default_command == "train":
+        parser = argparse.ArgumentParser(prog="train.py", parents=[common], description=__doc__)
+        _train_options(parser)
+        return parser
+
+    parser = argparse.ArgumentParser(prog="lomdm", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    _prepare_options(commands.add_parser("prepare", parents=[common], help="raw text -> token shards"))
+    _train_options(commands.add_parser("train", parents=[common], help="train (the same as train.py)"))
+
+    evaluations = commands.add_parser("eval", help="evaluate a checkpoint").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    _ppl_options(evaluations.add_parser("ppl", parents=[common], help="perplexity by the bound"))
+    _sample_options(commands.add_parser("sample", parents=[common], help="generate text"))
+
+    conversions = commands.add_parser("convert", help="to Hugging Face").add_subparsers(
+        required=True, metavar="DIRECTION"
+    )
+    _to_hf_options(conversions.add_parser("to-hf", parents=[common], help="export a checkpoint"))
+    return parser
+
+
+def _prepare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", choices=["text"], help="text: .txt, .jsonl, .parquet (also .gz, .zst), hf:NAME")
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, or hf:NAME[:SPLIT]")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokenizer", required=True, help="bpe or wordpiece to train one; else a folder or hub name")
+    parser.add_argument("--vocab-size", type=int, help="of a tokenizer trained here")
+    parser.add_argument("--length", type=int, required=True, help="tokens a sequence")
+    parser.add_argument("--packing", choices=["packed", "padded"], default="packed")
+    parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out")
+    parser.add_argument(
+        "--sample-by", choices=["line", "paragraph", "document"], default="paragraph", help="what a document is in .txt"
+    )
+    parser.add_argument("--text-field", default="text", help="field of .jsonl, .parquet and hub records")
+    parser.set_defaults(run=_prepare)
+
+
+def _prepare(options) -> None:
+    from lomdm_dist import machine
+    from lomdm_dist.data.prepare import Request, prepare
+
+    names = ("tokenizer", "length", "vocab_size", "packing", "valid_fraction", "sample_by", "text_field")
+    request = Request(tuple(options.input), **{name: getattr(options, name) for name in names})
+    totals, reused = prepare(request, options.out)
+    print(
+        f"{'reused' if reused else 'prepared'} {options.out}: {totals['sequences']:,} sequences, "
+        f"{totals['tokens']:,} tokens, {totals['documents']:,} documents, {totals['shards']} shards"
+    )
+    machine.write_result(options.json, totals | {"reused": reused}, vars(request))
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--resume", metavar="auto|CHECKPOINT", help="auto: from the run's latest, if there is one")
+    parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and exit 75 after this step")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    parser.set_defaults(run=_train)
+
+
+def _train(options) -> None:
+    from lomdm_dist.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    from lomdm_dist import machine
+    from lomdm_dist.parallel.grid import rank
+    from lomdm_dist.train.loop import train
+
+    summary = train(config, options.resume, options.stop_after)
+    if rank() == 0:
+        machine.write_result(options.json, summary, config.as_dict())
+
+
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, help="a run folder (its latest) or a checkpoint")
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema")
+
+
+def _ppl_options(parser: argparse.ArgumentParser) -> None:
+    _checkpoint_options(parser)
+    parser.add_argument("--data", type=Path, required=True, help="a folder of token shards")
+    parser.add_argument("--preset", choices=["bound"], default="bound")
+    parser.add_argument("--draws", type=int, default=1, help="draws of (time, masks) a sequence")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--limit", type=int, help="evaluate the first sequences only")
+    parser.set_defaults(run=_ppl)
+
+
+def _ppl(options) -> None:
+    import numpy as np
+
+    from lomdm_dist import machine
+    from lomdm_dist.data.shards import ShardSet, check_model_fits
+    from lomdm_dist.evaluate.perplexity import convention, estimate_bound
+    from lomdm_dist.train.checkpoint import Checkpoint
+
+    checkpoint, shards = Checkpoint(options.checkpoint), ShardSet(options.data)
+    model = checkpoint.config.model
+    check_model_fits(shards, model.vocab_size, model.mask_id, model.length)
+    if shards.tokenizer != checkpoint.state["data"]["tokenizer"]:
+        raise UserError(f"{options.data} was made with another tokenizer than checkpoint {checkpoint.folder}")
+    if shards.manifest["packing"] != checkpoint.state["data"]["packing"]:
+        raise UserError(
+            f"{options.data} is {shards.manifest['packing']}, checkpoint {checkpoint.folder} was trained on "
+            f"{checkpoint.state['data']['packing']} sequences: their perplexities do not compare"
+        )
+    _positive(options, "draws", "batch", "limit")
+    count = min(len(shards), options.limit or len(shards))
+    result = estimate_bound(
+        checkpoint.build_model(options.weights).to(_device()),
+        shards,
+        checkpoint.config,
+        np.arange(count),
+        options.draws,
+        options.seed,
+        options.batch,
+        progress=True,
+    )
+    result["convention"] = convention(shards, options.draws, options.seed, options.weights)
+    print(
+        f"bound {result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token, ppl {result['ppl']:.2f} "
+        f"(uncut; cut at t = 1e-3: {result['nll_per_token_cut']:.4f}, ppl {result['ppl_cut']:.2f}); "
+        f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.draws} draws, {options.weights} weights"
+    )
+    machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _sample_options(parser: argparse.ArgumentParser) -> None:
+    _checkpoint_options(parser)
+    parser.add_argument("--num", type=int, default=4, help="sequences")
+    parser.add_argument("--length", type=int, help="tokens; default and most: the model's")
+    parser.add_argument("--steps", type=int, help="steps of time; default: the length")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.set_defaults(run=_sample)
+
+
+def _sample(options) -> None:
+    from transformers import AutoTokenizer
+
+    from lomdm_dist import machine
+    from lomdm_dist.sample import sample
+    from lomdm_dist.train.checkpoint import Checkpoint
+
+    _positive(options, "num", "length", "steps", "batch")
+    checkpoint = Checkpoint(options.checkpoint)
+    model, facts = checkpoint.config.model, checkpoint.state["data"]
+    length = options.length or model.length
+    if length > model.length:
+        raise UserError(f"--length {length}: the model was trained at {model.length}")
+    steps = options.steps or length
+    pad = facts["tokenizer"]["pad_id"]
+    samples = sample(
+        checkpoint.build_model(options.weights).to(_device()),
+        options.num,
+        length,
+        steps,
+        options.seed,
+        model.mask_id,
+        never=() if pad is None else (pad,),
+        batch=options.batch,
+        progress=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder / "tokenizer")
+    texts = tokenizer.batch_decode(samples.token_ids)
+    for i, text in enumerate(texts):
+        print(f"--- sample {i}\n{text}")
+    print(f"--- {options.num} samples, {length} tokens, {steps} steps, entropy {samples.entropy():.3f} nats")
+    result = {
+        "token_ids": samples.token_ids.tolist(),
+        "texts": texts,
+        "steps": steps,
+        "network_calls": samples.network_calls,
+        "entropy": samples.entropy(),
+    }
+    machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _to_hf_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a run folder (its latest) or a checkpoint")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema")
+    parser.set_defaults(run=_to_hf)
+
+
+def _to_hf(options) -> None:
+    from lomdm_dist import machine
+    from lomdm_dist.convert.to_hf import to_hf
+    from lomdm_dist.train.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(options.checkpoint)
+    result = to_hf(checkpoint, options.out, options.weights)
+    print(
+        f"exported {checkpoint.folder} to {options.out}: {result['parameters']:,} parameters, "
+        f"largest logit difference {result['max_logit_difference']:.1e}"
+    )
+    machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _positive(options, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: give 1 or more")
+
+
+def _device():
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The configuration: one typed, frozen object.
+
+Read from YAML, changed by `section.key=value`, saved with every run, checkpoint and export.
+An unknown key is refused with the nearest known one, an impossible value with the arithmetic,
+both before any process group starts.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lomdm_dist.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The DiT backbone of SEDD and MDLM; `condition_width` is the width of the adaLN condition."""
+
+    vocab_size: Positive
+    mask_id: NonNegative
+    length: Positive
+    width: Positive
+    blocks: Positive
+    heads: Positive
+    condition_width: Positive = 128
+    dropout: Share = 0.1
+
+    @model_validator(mode="after")
+    def _shapes_fit(self):
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if (self.width // self.heads) % 2:
+            raise ValueError(
+                f"width / heads = {self.width // self.heads} is odd; rotary embedding needs it even"
+            )
+        if not self.mask_id < self.vocab_size:
+            raise ValueError(f"mask_id {self.mask_id} is outside vocab_size {self.vocab_size}")
+        return self
+
+
+class ObjectiveConfig(Section):
+    """`lomdm`: exponents c1 + c2 NormSig(g), two masked samples. `mdlm`: exponent 1, one sample."""
+
+    name: Literal["lomdm", "mdlm"] = "lomdm"
+    c1: float = 0.7
+    c2: float = 0.65
+    time: Literal["uniform", "mixture"] = "mixture"
+    time_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-3  # where `uniform` cuts; `mixture` has no cut
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mdlm_is_exponent_one(cls, values):
+        if isinstance(values, dict) and values.get("name") == "mdlm":
+            return {"c1": 1.0, "c2": 0.0} | values
+        return values
+
+    @model_validator(mode="after")
+    def _exponents_are_positive(self):
+        if self.name == "mdlm" and (self.c1, self.c2) != (1.0, 0.0):
+            raise ValueError(f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}")
+        if not self.c1 > self.c2 >= 0:
+            raise ValueError(
+                f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}"
+            )
+        return self
+
+    @property
+    def learned(self) -> bool:
+        """Whether the model has the scheduler heads phi and psi."""
+        return self.name == "lomdm"
+
+    @property
+    def samples(self) -> int:
+        """Masked samples drawn of each sequence in a training step."""
+        return 2 if self.learned else 1
+
+
+class DataConfig(Section):
+    """Folders of token shards, written by `lomdm prepare`."""
+
+    train: Path
+    valid: Path
+
+
+class OptimConfig(Section):
+    """AdamW; linear warm-up to a constant rate; the scheduler heads have a rate of their own."""
+
+    learning_rate: Rate = 3e-4
+    heads_learning_rate: Rate = 1e-5
+    warmup_steps: NonNegative = 2500
+    beta1: Share = 0.9
+    beta2: Share = 0.999
+    eps: Rate = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Rate = 1.0
+    ema_decay: Share = 0.9999
+
+
+class TrainConfig(Section):
+    """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice."""
+
+    run: Path
+    steps: Positive
+    global_batch: Positive
+    micro_batch: Positive
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: NonNegative = 0
+    log_every: Positive = 10
+    save_every: Positive = 1000
+    keep_last: Positive = 2
+    valid_every: NonNegative = 0  # 0: no validation while training
+    valid_sequences: Positive = 512
+
+    @model_validator(mode="after")
+    def _batch_divides(self):
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+
+
+class WandbConfig(Section):
+    """`online` falls back to offline where there is no key. metrics.jsonl is written always."""
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    project: str = "lomdm_dist"
+    name: str | None = None
+
+
+class Config(Section):
+    model: ModelConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
+    wandb: WandbConfig = WandbConfig()
+
+    @model_validator(mode="after")
+    def _master_weights_exist(self):
+        if self.train.precision == "bf16" and self.parallel.zero_stage == 0:
+            raise ValueError(
+                "train.precision bf16 needs the fp32 master weights that parallel.zero_stage 1 to 3 keep; "
+                "use zero_stage 1, or precision fp32"
+            )
+        return self
+
+    def accumulation(self, data_parallel: int) -> int:
+        """Micro-batches a rank runs in one step. UserError where the batch does not divide."""
+        rows = data_parallel * self.train.micro_batch
+        if self.train.global_batch % rows:
+            raise UserError(
+                f"train.global_batch {self.train.global_batch} does not divide over {data_parallel} data-parallel "
+                f"ranks x train.micro_batch {self.train.micro_batch} = {rows}: "
+                f"{self.train.global_batch} / {rows} = {self.train.global_batch / rows:.3g}; change one of the three"
+            )
+        return self.train.global_batch // rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML and JSON."""
+        return self.model_dump(mode="json")
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.as_dict(), sort_keys=False))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Plain YAML, but a key written twice is an error instead of a silent last-one-wins."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides. Raises UserError."""
+    path = Path(path)
+    try:
+        values = yaml.load(path.read_text(), Loader=_UniqueKeys)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise UserError(f"no config file {path}{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read config {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config {path} holds no sections (model:, data:, train:, ...)")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, path)
+
+
+def parse_config(values: dict, where: str | Path) -> Config:
+    """Check plain values; `where` names their source in the error. Raises UserError."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(_say(problem) for problem in error.errors())
+        raise UserError(f"{where}: {problems}") from None
+
+
+def _apply(values: dict, override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(keys):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML") from None
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise UserError(f"override {override!r}: {key} is a value, not a section")
+    values[keys[-1]] = value
+
+
+def _say(problem: dict) -> str:
+    """One problem that pydantic found, in the project's words."""
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(Config)
+        near = difflib.get_close_matches(name, known, 1, 0.5)
+        return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{name}: {message}" if name else message
+    return f"{name}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
+
+
+def _known_keys(section: type[Section], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys

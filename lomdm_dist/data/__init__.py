@@ -1,0 +1,1 @@
+"""Raw text -> token shards (prepare), and reading them (shards)."""

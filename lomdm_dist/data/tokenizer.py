@@ -1,0 +1,95 @@
+"""Tokenizers: trained here with `tokenizers`, or any that `transformers` loads.
+
+Whatever its source, a tokenizer leaves this module with distinct EOS, mask and pad ids, and with
+special tokens in raw text read as plain text: a document that contains "[MASK]" must not corrupt
+itself.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lomdm_dist.errors import UserError
+
+TRAINED = ("bpe", "wordpiece")
+EOS, MASK, PAD, UNKNOWN = "<|endoftext|>", "[MASK]", "[PAD]", "[UNK]"
+
+
+def train_tokenizer(kind: str, documents: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level `bpe` or a lower-casing `wordpiece` tokenizer of exactly `vocab_size` ids."""
+    if kind == "bpe":
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        specials = {"eos_token": EOS, "mask_token": MASK, "pad_token": PAD}
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(specials.values()),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    else:
+        model = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=UNKNOWN))
+        model.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+        model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        model.decoder = tokenizers.decoders.WordPiece()
+        specials = {"eos_token": EOS, "mask_token": MASK, "pad_token": PAD, "unk_token": UNKNOWN}
+        trainer = tokenizers.trainers.WordPieceTrainer(
+            vocab_size=vocab_size, special_tokens=list(specials.values()), show_progress=False
+        )
+    model.train_from_iterator(documents, trainer)
+    if model.get_vocab_size() != vocab_size:
+        raise UserError(
+            f"--vocab-size {vocab_size}: the text supports {model.get_vocab_size()} {kind} tokens; "
+            f"ask for that many or fewer (byte-level BPE needs at least {256 + len(specials)})"
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=model, **specials)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """Load from a folder or the hub, and give it the EOS and mask tokens it lacks."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name), use_fast=True)
+    except Exception as error:  # the library raises many kinds; each means: not a tokenizer we can load
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"cannot load tokenizer {name}: {reason}; give {' or '.join(TRAINED)} to train one, a folder, or a hub name"
+        ) from None
+    if not tokenizer.is_fast:
+        raise UserError(f"tokenizer {name} has no fast form; save it once with tokenizer.json")
+    if tokenizer.eos_token_id is None:
+        # BERT's end of a piece is [SEP]
+        tokenizer.add_special_tokens({"eos_token": tokenizer.sep_token or EOS})
+    if tokenizer.mask_token_id is None:
+        tokenizer.add_special_tokens({"mask_token": MASK})
+    return tokenizer
+
+
+def ensure_pad(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Padded sequences need a pad id that is neither EOS nor mask: padding is not text."""
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id, tokenizer.mask_token_id):
+        tokenizer.add_special_tokens({"pad_token": PAD})
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
+    """Token ids of each document, no special token added, none recognised in the text."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
+    return [e.ids for e in backend.encode_batch_fast(documents, add_special_tokens=False)]
+
+
+def describe(tokenizer: PreTrainedTokenizerFast) -> dict:
+    """What a manifest and a checkpoint say of the tokenizer; the hash is of its whole definition."""
+    definition = tokenizer.backend_tokenizer.to_str().encode()
+    return {
+        "sha256": hashlib.sha256(definition).hexdigest(),
+        "vocab_size": len(tokenizer),
+        "eos_id": tokenizer.eos_token_id,
+        "mask_id": tokenizer.mask_token_id,
+        "pad_id": tokenizer.pad_token_id,
+    }

@@ -1,0 +1,1 @@
+"""Fused operations, each with a plain PyTorch reference beside it."""

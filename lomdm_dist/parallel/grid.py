@@ -1,0 +1,90 @@
+"""The grid of processes: who am I, on which device, and which group do I reduce with.
+
+Every launcher (deepspeed, torchrun, SLURM) tells a process its place through the same environment
+variables; a process that was started plainly is a grid of one. The groups are Megatron-core's.
+"""
+
+import contextlib
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+def world_size() -> int:
+    """Processes of this job, known before any process group starts."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This process's place. The data-parallel group is the one that gradients are averaged over."""
+
+    data_rank: int
+    data_size: int
+    device: torch.device
+    mpu: object  # Megatron's groups, under the names DeepSpeed asks for
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes what is written once."""
+        return rank() == 0
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the data-parallel ranks; a float64 vector on the CPU, in and out."""
+        values = values.to(self.device)
+        dist.all_reduce(values, group=self.mpu.get_data_parallel_group())
+        return values.cpu()
+
+
+class _DeepSpeedNames:
+    """Megatron's tensor- and data-parallel groups for DeepSpeed's `mpu` argument."""
+
+    def __init__(self, state):
+        self.get_model_parallel_rank = state.get_tensor_model_parallel_rank
+        self.get_model_parallel_world_size = state.get_tensor_model_parallel_world_size
+        self.get_model_parallel_group = state.get_tensor_model_parallel_group
+        self.get_data_parallel_rank = state.get_data_parallel_rank
+        self.get_data_parallel_world_size = state.get_data_parallel_world_size
+        self.get_data_parallel_group = state.get_data_parallel_group
+
+
+@contextlib.contextmanager
+def process_grid():
+    """Start the process group and Megatron's groups; end them on the way out, whatever happened."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron says at import that Transformer Engine is absent
+        from megatron.core import parallel_state
+
+    on_gpu = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+        names = _DeepSpeedNames(parallel_state)
+        yield Grid(names.get_data_parallel_rank(), names.get_data_parallel_world_size(), device, names)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

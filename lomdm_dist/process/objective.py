@@ -1,0 +1,44 @@
+"""Corruption, and the bound on -log p(x) that training minimises."""
+
+import torch
+from torch import Tensor
+
+
+def corrupt(x: Tensor, schedule, t: Tensor, uniforms: Tensor, mask_id: int) -> Tensor:
+    """z_i = mask_id where u_i < 1 - alpha_i(t), else x_i; all [B, L].
+
+    A uniform of 1 keeps its position clean at every t (padding uses that).
+    """
+    masked = uniforms < schedule.log_mask_prob(t).exp()
+    return torch.where(masked, mask_id, x)
+
+
+def log_q(masked: Tensor, schedule, t: Tensor) -> Tensor:
+    """log q(z | x), the log-probability of the mask pattern; bool [B, L] -> [B], float64."""
+    return torch.where(masked, schedule.log_mask_prob(t), schedule.log_keep_prob(t)).sum(dim=1)
+
+
+def nelbo_integrand(
+    ce: Tensor, masked: Tensor, velocity: Tensor, velocity_hat: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The integrand of the bound at one t, summed over masked positions.
+
+    ce            [B, L] cross-entropy of the network; read at masked positions only
+    masked        [B, L] bool
+    velocity      [B, L] A, of the forward schedule
+    velocity_hat  [B, L] hatA, of the reverse schedule
+    returns       main [B] = sum A_i CE_i, and the velocity term [B] =
+                  sum A_i log(A_i / hatA_i) - (A_i - hatA_i), which is never negative; float64
+    """
+    main = torch.where(masked, velocity * ce.to(torch.float64), 0.0).sum(dim=1)
+    divergence = velocity * (velocity.log() - velocity_hat.log()) - (velocity - velocity_hat)
+    return main, torch.where(masked, divergence, 0.0).sum(dim=1)
+
+
+def rloo_surrogate(log_q1: Tensor, log_q2: Tensor, loss1: Tensor, loss2: Tensor) -> Tensor:
+    """1/2 (log q(z1|x) - log q(z2|x)) stopgrad(L1 - L2), all [B].
+
+    Its gradient is that of E_q[L] through q, by REINFORCE with the other sample as the baseline
+    (leave-one-out). It reaches the forward schedule only.
+    """
+    return 0.5 * (log_q1 - log_q2) * (loss1 - loss2).detach()

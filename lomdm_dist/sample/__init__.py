@@ -1,0 +1,5 @@
+"""The reverse process: from masks to text."""
+
+from lomdm_dist.sample.ancestral import Samples, sample
+
+__all__ = ["Samples", "sample"]

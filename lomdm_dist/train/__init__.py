@@ -1,0 +1,1 @@
+"""Training: the two-sample step, the loop, checkpoints, metrics."""

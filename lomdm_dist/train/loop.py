@@ -1,0 +1,248 @@
+"""The training loop: counts, saves and reports. What a step is stands in `step.py`."""
+
+import math
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lomdm_dist import machine
+from lomdm_dist.config import Config
+from lomdm_dist.data.order import ShuffledOrder
+from lomdm_dist.data.shards import ShardSet, check_model_fits
+from lomdm_dist.errors import StoppedOnRequest, UserError
+from lomdm_dist.evaluate.perplexity import estimate_bound
+from lomdm_dist.model import LoMDM
+from lomdm_dist.model.flops import step_flops_a_sequence
+from lomdm_dist.parallel.engine import pieces, set_learning_rates, start_engine, take_step
+from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint, Progress, save_checkpoint
+from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
+from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
+from lomdm_dist.train.step import draw_noise, two_sample_loss
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, opened and checked before any process group starts."""
+
+    train: ShardSet
+    valid: ShardSet
+    resumed: Checkpoint | None
+
+
+def open_inputs(config: Config, resume: str | None) -> Inputs:
+    """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
+    config.accumulation(world_size())
+    model = config.model
+    shards = []
+    for folder in (config.data.train, config.data.valid):
+        opened = ShardSet(folder, verify=rank() == 0)
+        check_model_fits(opened, model.vocab_size, model.mask_id, model.length)
+        shards.append(opened)
+    if shards[0].tokenizer != shards[1].tokenizer:
+        raise UserError(f"{config.data.train} and {config.data.valid} were made with different tokenizers")
+
+    started = (config.train.run / LATEST).exists()
+    if started and resume is None:
+        raise UserError(
+            f"{config.train.run} holds checkpoints of an earlier run: continue it with --resume auto, "
+            "or give another train.run"
+        )
+    resumed = None
+    if resume is not None and (resume != "auto" or started):
+        resumed = Checkpoint(config.train.run if resume == "auto" else resume)
+        _check_resumable(resumed, config, shards[0])
+    return Inputs(*shards, resumed)
+
+
+def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) -> None:
+    ours, theirs = config.as_dict(), checkpoint.config.as_dict()
+    different = [
+        f"{section}.{key} was {theirs[section][key]}, is {ours[section][key]}"
+        for section, keys in {
+            "model": ours["model"].keys() - {"dropout"},
+            "objective": {"name", "c1", "c2"},
+            "train": {"global_batch", "seed"},
+        }.items()
+        for key in sorted(keys)
+        if ours[section][key] != theirs[section][key]
+    ]
+    if checkpoint.state["data"]["tokenizer"] != train.tokenizer:
+        different.append("the tokenizer of the shards is another")
+    if different:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}"
+        )
+
+
+class StopRequest:
+    """Set by SIGTERM, SIGINT or SIGUSR1: finish the step, save, and exit 75."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __enter__(self):
+        self.asked = False
+        self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
+        return self
+
+    def _ask(self, *_):
+        self.asked = True
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(config: Config, resume: str | None = None, stop_after: int | None = None) -> dict:
+    """Train to config.train.steps; returns a summary. `stop_after` stops as a signal would.
+
+    Raises UserError before any process group starts, StoppedOnRequest after saving.
+    """
+    inputs = open_inputs(config, resume)
+    start = inputs.resumed.progress.step if inputs.resumed else 0
+    if start >= config.train.steps:
+        if rank() == 0:
+            print(f"{config.train.run} has already done its {config.train.steps} steps: nothing to do")
+        return {"steps": start, "reused": True}
+    with process_grid() as grid, StopRequest() as stop:
+        run = Run(config, inputs, grid)
+        try:
+            return run.train(stop, config.train.steps if stop_after is None else stop_after)
+        finally:
+            run.reporter.close()
+
+
+class Run:
+    """The parts of one training run, put together."""
+
+    def __init__(self, config: Config, inputs: Inputs, grid: Grid):
+        self.config, self.grid = config, grid
+        self.data, self.valid = inputs.train, inputs.valid
+        self.accumulation = config.accumulation(grid.data_size)
+        self.order = ShuffledOrder(len(self.data), config.train.seed)
+        self.progress = inputs.resumed.progress if inputs.resumed else Progress()
+        if grid.first:
+            config.train.run.mkdir(parents=True, exist_ok=True)
+            config.save(config.train.run / "config.yaml")
+        grid.barrier()
+        self.reporter = Reporter(config, self.progress.step, grid.first)
+
+        torch.manual_seed(config.train.seed)  # every rank draws the same new model
+        model = LoMDM(config.model, config.objective)
+        if inputs.resumed:
+            inputs.resumed.load_weights(model, "raw")
+        optimizer = make_optimizer(model, config.optim)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.engine = start_engine(model, optimizer, config, grid)
+        self.average = WeightAverage(pieces(self.engine), config.optim.ema_decay)
+        if inputs.resumed:
+            inputs.resumed.load_engine(self.engine, self.average)
+
+    def train(self, stop: StopRequest, stop_after: int) -> dict:
+        train, reporter = self.config.train, self.reporter
+        reporter.say(self._heading())
+        clock, last, loss = time.perf_counter(), self.progress, math.nan
+        for step in range(self.progress.step, train.steps):
+            sums = self.step(step)
+            asked = self.grid.sum(torch.tensor([float(stop.asked)])).item() > 0
+            done = step + 1
+            tokens = self.progress.tokens + round(sums["tokens"])
+            self.progress = Progress(done, self.progress.sequences + train.global_batch, tokens)
+            loss = sums["bound"] / sums["tokens"]
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step {done} is {loss}; the last checkpoint is kept")
+
+            if done % train.log_every == 0 or done == train.steps:
+                now = time.perf_counter()
+                metrics = self._metrics(sums, now - clock, last)
+                reporter.report(metrics)
+                reporter.progress(metrics, (now - clock) / (done - last.step))
+                clock, last = now, self.progress
+            if train.valid_every and done % train.valid_every == 0:
+                self._validate()
+            stopping = done < train.steps and (asked or done == stop_after)
+            if stopping or done % train.save_every == 0 or done == train.steps:
+                folder = self.save()
+                reporter.say(f"saved {folder}")
+            if stopping:
+                reporter.say(f"stopped on request after step {done}; continue with --resume auto")
+                raise StoppedOnRequest
+        return {"steps": train.steps, "loss": loss, "tokens": self.progress.tokens, "reused": False}
+
+    def step(self, step: int) -> dict[str, float]:
+        """One optimiser step over the global batch; returns sums over all ranks."""
+        config, grid, micro = self.config, self.grid, self.config.train.micro_batch
+        set_learning_rates(
+            self.engine, learning_rates(config.optim, step, config.objective.learned)
+        )
+        # dropout is PyTorch's own: seeded by step and rank, so that a resume repeats it
+        torch.manual_seed(hash((config.train.seed, step, grid.data_rank)) % 2**63)
+        self.engine.train()
+        sums = StepSums()
+        for k in range(self.accumulation):
+            first = (grid.data_rank * self.accumulation + k) * micro
+            indices = torch.arange(first, first + micro)
+            x, valid = self._sequences(step, first, micro)
+            noise = draw_noise(config, step, indices, grid.device)
+            loss, stats = two_sample_loss(self.engine, x, valid, noise, config)
+            self.engine.backward(loss)
+            self.gradient_norm = take_step(self.engine)
+            sums.add(stats)
+        self.average.update()
+        return sums.reduced(grid)
+
+    def _sequences(self, step: int, first: int, count: int):
+        """Sequences first .. first + count - 1 of the step's global batch: x [B, L], valid or None."""
+        position = step * self.config.train.global_batch + first
+        return self.data.batch(self.order.at(position, count), self.grid.device)
+
+    def _metrics(self, sums: dict, seconds: float, last: Progress) -> dict:
+        config, steps = self.config, self.progress.step - last.step
+        rates = learning_rates(config.optim, self.progress.step - 1, learned=True)
+        flops = step_flops_a_sequence(config) * config.train.global_batch * steps
+        peak = machine.peak_flops()
+        return {
+            "step": self.progress.step,
+            **step_metrics(sums),
+            "grad_norm": self.gradient_norm,
+            "lr": rates[0],
+            "lr_heads": rates[1],
+            "tokens": self.progress.tokens,
+            "sequences": self.progress.sequences,
+            "tokens_per_second": (self.progress.tokens - last.tokens) / seconds,
+            "mfu": flops / seconds / (peak * world_size()) if peak else None,
+            "seconds": seconds,
+            "memory": memory_gib(),
+        }
+
+    def _validate(self) -> None:
+        """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
+        self.engine.eval()
+        count = min(len(self.valid), self.config.train.valid_sequences)
+        bound = estimate_bound(
+            self.engine, self.valid, self.config, np.arange(count), grid=self.grid
+        )
+        self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
+        self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
+
+    def save(self) -> Path:
+        data = {"tokenizer": self.data.tokenizer, "packing": self.data.manifest["packing"]}
+        facts = {
+            "data": data,
+            "versions": machine.versions(),
+            "tokenizer_folder": self.data.folder.parent / "tokenizer",
+        }
+        return save_checkpoint(self.engine, self.average, self.progress, self.config, facts, self.grid)
+
+    def _heading(self) -> str:
+        train, objective = self.config.train, self.config.objective
+        return (
+            f"{objective.name}, {self.parameters:,} parameters, {train.precision}, ZeRO {self.config.parallel.zero_stage}, "
+            f"{self.grid.device.type} x {world_size()}; global batch {train.global_batch} = {self.grid.data_size} ranks "
+            f"x {self.accumulation} x micro-batch {train.micro_batch}; {len(self.data):,} sequences; "
+            f"from step {self.progress.step}"
+        )

@@ -1,0 +1,133 @@
+"""What a run reports: a line on the terminal, an object in metrics.jsonl, wandb when asked for."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lomdm_dist.config import Config
+
+SUMS = ("bound", "main", "velocity", "rloo", "advantage", "log_q_ratio", "exponent", "tokens", "sequences")
+
+
+class StepSums:
+    """Sums over the micro-batches of a step, ready to be added over ranks as one vector."""
+
+    def __init__(self):
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+
+    def add(self, stats: dict[str, Tensor]) -> None:
+        self._sums += torch.stack([stats[name].detach().double().cpu() for name in SUMS])
+
+    def reduced(self, grid) -> dict[str, float]:
+        return dict(zip(SUMS, grid.sum(self._sums).tolist(), strict=True))
+
+
+def step_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Nats a predicted token, and the spread of what drives the REINFORCE term."""
+    tokens, sequences = sums["tokens"], sums["sequences"]
+    return {
+        "loss": sums["bound"] / tokens,
+        "main": sums["main"] / tokens,
+        "velocity": sums["velocity"] / tokens,
+        "rloo": sums["rloo"] / tokens,
+        "advantage_std": (sums["advantage"] / sequences) ** 0.5,
+        "log_q_ratio_std": (sums["log_q_ratio"] / sequences) ** 0.5,
+        "exponent_std": (sums["exponent"] / sequences) ** 0.5,
+    }
+
+
+def memory_gib() -> float:
+    """Peak memory of this process: of its GPU, or resident on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Reporter:
+    """Writes on the first rank only; on the others every call does nothing."""
+
+    def __init__(self, config: Config, resumed_at: int, active: bool):
+        self.active, self.steps = active, config.train.steps
+        self._wandb = None
+        if not active:
+            return
+        path = config.train.run / "metrics.jsonl"
+        _keep_until(path, resumed_at)
+        self._file = open(path, "a", buffering=1)  # by line: a killed run loses none
+        if config.wandb.mode != "disabled":
+            self._wandb = _start_wandb(config)
+
+    def report(self, metrics: dict) -> None:
+        if self.active:
+            self._file.write(json.dumps(metrics) + "\n")
+            if self._wandb:
+                self._wandb.log(metrics, step=metrics["step"])
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+
+    def progress(self, metrics: dict, seconds_a_step: float) -> None:
+        """The line that a watching user reads."""
+        left = (self.steps - metrics["step"]) * seconds_a_step
+        mfu = f"  mfu {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
+        self.say(
+            f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}  main {metrics['main']:.4f}  "
+            f"velocity {metrics['velocity']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s{mfu}  "
+            f"ETA {_duration(left)}"
+        )
+
+    def close(self) -> None:
+        if self.active:
+            self._file.close()
+            if self._wandb:
+                self._wandb.finish()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop what a killed run logged after the checkpoint that is resumed from."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # the last line of a killed process may be cut
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.rename(path)
+
+
+def _start_wandb(config: Config):
+    """A wandb run, offline where there is no key; without the package the run goes on."""
+    try:
+        import wandb
+    except ImportError:
+        print("wandb is not installed (pip install wandb); metrics.jsonl has everything", flush=True)
+        return None
+    keyed = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()
+    online = config.wandb.mode == "online" and keyed
+    if config.wandb.mode == "online" and not online:
+        print("no wandb key: logging offline", flush=True)
+    try:
+        return wandb.init(
+            project=config.wandb.project,
+            name=config.wandb.name,
+            dir=config.train.run,
+            mode="online" if online else "offline",
+            config=config.as_dict(),
+        )
+    except Exception as error:  # a logging service must never end a training run
+        print(f"wandb did not start ({error}); metrics.jsonl has everything", flush=True)
+        return None
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"

@@ -1,0 +1,52 @@
+"""Two parameter groups, their learning rates, and the average of the weights."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lomdm_dist.config import OptimConfig
+from lomdm_dist.model import LoMDM
+from lomdm_dist.parallel.engine import Piece
+
+
+def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the backbone and, where there are heads, a second group for them; rate 0."""
+    groups = [model.backbone.parameters()]
+    if model.phi is not None:
+        groups.append([*model.phi.parameters(), *model.psi.parameters()])
+    return torch.optim.AdamW(
+        [{"params": list(group)} for group in groups],
+        lr=0.0,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=torch.cuda.is_available(),
+    )
+
+
+def learning_rates(config: OptimConfig, step: int, learned: bool) -> list[float]:
+    """Rates of the groups in step 0, 1, ...: linear warm-up, then constant."""
+    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    rates = [config.learning_rate, config.heads_learning_rate][: 1 + learned]
+    return [warm * rate for rate in rates]
+
+
+class WeightAverage:
+    """Exponential moving average (EMA) of the float32 master weights, by name, sharded like them.
+
+    The decay warms up: min(decay, (1 + n) / (10 + n)) after n updates.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], decay: float):
+        self.decay, self.updates = decay, 0
+        self._masters: list[Tensor] = []
+        self.averages: dict[str, Tensor] = {}
+        for piece in pieces:
+            self._masters.append(piece.master)
+            self.averages[piece.name] = piece.master.clone()
+
+    def update(self) -> None:
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(list(self.averages.values()), self._masters, 1 - decay)
+        self.updates += 1
