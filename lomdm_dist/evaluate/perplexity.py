@@ -30,14 +30,14 @@ def sequence_bounds(model, x, valid, t_uniforms, mask_uniforms, mask_id: int) ->
 
     x [B, L]; valid [B, L] bool or None; t_uniforms [B, 2]; mask_uniforms [B, L].
     """
-    exponent = model("order", x, valid)
+    exponent = model.order(x, valid)
     t, weight = sample_time(exponent, t_uniforms, "mixture", 0.0)
     schedule = PowerSchedule(exponent)
     if valid is not None:
         mask_uniforms = mask_uniforms.masked_fill(~valid, 1.0)
     z = corrupt(x, schedule, t, mask_uniforms, mask_id)
     masked = z == mask_id
-    ce, hat_exponent = model("denoise", z, x, masked, valid)
+    ce, hat_exponent = model.denoise(z, x, masked, valid)
     main, velocity = nelbo_integrand(
         ce, masked, schedule.velocity(t), PowerSchedule(hat_exponent).velocity(t)
     )
@@ -81,7 +81,7 @@ def estimate_bound(
             strata = torch.from_numpy(numbers) * draws + draw
             uniforms[:, 0] = stratify(uniforms[:, 0], strata, len(indices) * draws)
             time, masks = uniforms.to(device).split([2, shards.length], dim=1)
-            drawn = sequence_bounds(model, x, valid, time, masks, config.model.mask_id)
+            drawn = model(sequence_bounds, x, valid, time, masks, config.model.mask_id)
             bound, cut = bound + drawn[0] / draws, cut + drawn[1] / draws
         if not spare:
             tokens = torch.full_like(bound, shards.length) if valid is None else valid.sum(1).double()

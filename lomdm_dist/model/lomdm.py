@@ -1,5 +1,7 @@
 """The joint model: one backbone, and for a learned order the two heads on its detached features."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,9 +14,6 @@ from lomdm_dist.process import norm_sig
 class LoMDM(nn.Module):
     """theta (backbone), phi (order of the clean text), psi (order seen from the masked text).
 
-    Called through one of its passes, `model("order", x)` or `model("denoise", z, x, masked)`, so that every pass goes through
-    `forward` and the hooks that shard the parameters.
-
     `valid` [B, L] is False at padding: not attended to, and left out of the mean of NormSig.
     """
 
@@ -25,8 +24,14 @@ class LoMDM(nn.Module):
         self.phi = SchedulerHead(model) if objective.learned else None
         self.psi = SchedulerHead(model) if objective.learned else None
 
-    def forward(self, task: str, *args, **kwargs):
-        return getattr(self, task)(*args, **kwargs)
+    def forward(self, function: Callable, *arguments):
+        """Run `function(model, *arguments)`: a whole training loss is one forward pass.
+
+        Engines that shard the parameters count forward and backward passes of the outermost
+        module. DeepSpeed's ZeRO 1 in bf16 clears gradients already computed when two of them meet
+        one backward pass.
+        """
+        return function(self, *arguments)
 
     def exponent(self, logits: Tensor, valid: Tensor | None) -> Tensor:
         """e = c1 + c2 NormSig(g): [B, L], float64, in (c1 - c2, c1 + c2)."""

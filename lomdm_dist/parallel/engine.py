@@ -17,11 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def start_engine(model: nn.Module, optimizer: torch.optim.AdamW, config: Config, grid: Grid):
-    """Wrap the model: returns DeepSpeed's engine, optimiser moments in place and counted from 0.
-
-    The optimiser must come with learning rate 0, for ZeRO 3 takes a step with zero gradients to
-    make its moments.
-    """
+    """Wrap the model: returns DeepSpeed's engine, optimiser moments in place and counted from 0."""
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -43,7 +39,7 @@ def start_engine(model: nn.Module, optimizer: torch.optim.AdamW, config: Config,
             "steps_per_print": sys.maxsize,
         },
     )
-    _make_moments(_inner_optimizer(engine))
+    _make_moments(engine)
     return engine
 
 
@@ -60,26 +56,28 @@ def _inner_optimizer(engine) -> torch.optim.AdamW:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _make_moments(optimizer: torch.optim.AdamW) -> None:
+def _masters(engine) -> list[Tensor]:
+    """The tensors that AdamW updates: flat float32 partitions under ZeRO, else the parameters."""
+    if engine.zero_optimization_stage() == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return [p for group in _inner_optimizer(engine).param_groups for p in group["params"]]
+
+
+def _make_moments(engine) -> None:
     """Create the moments now rather than in the first step, so that a checkpoint can fill them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                device = parameter.device if group["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-    set_update_count(optimizer, 0)
+    optimizer = _inner_optimizer(engine)
+    for master in _masters(engine):
+        device = master.device if optimizer.defaults["fused"] else "cpu"
+        optimizer.state[master] = {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            **{moment: torch.zeros_like(master) for moment in MOMENTS},
+        }
 
 
-def set_update_count(optimizer: torch.optim.AdamW, updates: int) -> None:
+def set_update_count(engine, updates: int) -> None:
     """Set AdamW's step counter, which corrects the bias of the moments."""
-    for state in optimizer.state.values():
+    for state in _inner_optimizer(engine).state.values():
         state["step"].fill_(updates)
-
-
-def resume_update_count(engine, updates: int) -> None:
-    set_update_count(_inner_optimizer(engine), updates)
 
 
 def set_learning_rates(engine, rates: list[float]) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.model import LoMDM
-from lomdm_dist.parallel.engine import Piece, pieces, resume_update_count
+from lomdm_dist.parallel.engine import Piece, pieces, set_update_count
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.train.optim import WeightAverage
 
@@ -170,7 +170,7 @@ class Checkpoint:
         state = _engine_state(list(pieces(engine)), average)
         self._read(state)
         average.updates = self.state["ema_updates"]
-        resume_update_count(engine, self.progress.step)
+        set_update_count(engine, self.progress.step)
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""

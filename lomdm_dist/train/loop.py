@@ -188,7 +188,7 @@ class Run:
             indices = torch.arange(first, first + micro)
             x, valid = self._sequences(step, first, micro)
             noise = draw_noise(config, step, indices, grid.device)
-            loss, stats = two_sample_loss(self.engine, x, valid, noise, config)
+            loss, stats = self.engine(two_sample_loss, x, valid, noise, config)
             self.engine.backward(loss)
             self.gradient_norm = take_step(self.engine)
             sums.add(stats)

@@ -20,7 +20,7 @@ class StepSums:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
 
     def add(self, stats: dict[str, Tensor]) -> None:
-        self._sums += torch.stack([stats[name].detach().double().cpu() for name in SUMS])
+        self._sums += torch.stack([stats[name].double().cpu() for name in SUMS])
 
     def reduced(self, grid) -> dict[str, float]:
         return dict(zip(SUMS, grid.sum(self._sums).tolist(), strict=True))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.config import Config
+from lomdm_dist.model import LoMDM
 from lomdm_dist.process import (
     PowerSchedule,
     corrupt,
@@ -42,24 +43,24 @@ def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
 
 
 def two_sample_loss(
-    model, x: Tensor, valid: Tensor | None, noise: Noise, config: Config
+    model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch, and what to log of it.
 
-    x [B, L] clean ids; valid [B, L] bool or None; `model` is a LoMDM or an engine around it.
+    x [B, L] clean ids; valid [B, L] bool or None.
     Returns the loss, a scalar: mean over sequences of the bound, divided by the length; and sums
     over the micro-batch. The gradient reaches theta through CE, psi through hatA, phi through A
     and through log q. MDLM is the same with one sample, fixed exponents, hence no RLOO term.
     """
     objective, samples = config.objective, config.objective.samples
-    exponent = model("order", x, valid)
+    exponent = model.order(x, valid)
     t, weight = sample_time(exponent, noise.time, objective.time, objective.time_eps)
     schedule = PowerSchedule(exponent)
 
     z = [corrupt(x, schedule, t, _clean_at(valid, u), config.model.mask_id) for u in noise.masks]
     masked = [z_k == config.model.mask_id for z_k in z]
-    ce, hat_exponent = model(
-        "denoise", torch.cat(z), x.repeat(samples, 1), torch.cat(masked), _repeat(valid, samples)
+    ce, hat_exponent = model.denoise(
+        torch.cat(z), x.repeat(samples, 1), torch.cat(masked), _repeat(valid, samples)
     )
 
     mains, velocities = [], []
@@ -80,17 +81,18 @@ def two_sample_loss(
         rloo = rloo_surrogate(log_q1, log_q2, *losses)
 
     loss = (bound + rloo).mean() / config.model.length
-    return loss, {
-        "bound": bound.sum(),
-        "main": sum(mains).sum() / samples,
-        "velocity": sum(velocities).sum() / samples,
-        "rloo": rloo.sum(),
-        "advantage": (losses[0] - losses[-1]).square().sum(),
-        "log_q_ratio": log_ratio.square().sum(),
-        "exponent": _spread(exponent, valid),
-        "tokens": torch.tensor(x.numel()) if valid is None else valid.sum(),
-        "sequences": torch.tensor(len(x)),
-    }
+    with torch.no_grad():
+        return loss, {
+            "bound": bound.sum(),
+            "main": sum(mains).sum() / samples,
+            "velocity": sum(velocities).sum() / samples,
+            "rloo": rloo.sum(),
+            "advantage": (losses[0] - losses[-1]).square().sum(),
+            "log_q_ratio": log_ratio.square().sum(),
+            "exponent": _spread(exponent, valid),
+            "tokens": torch.tensor(x.numel()) if valid is None else valid.sum(),
+            "sequences": torch.tensor(len(x)),
+        }
 
 
 def _clean_at(valid: Tensor | None, uniforms: Tensor) -> Tensor:
