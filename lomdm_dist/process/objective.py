@@ -30,9 +30,12 @@ def nelbo_integrand(
     returns       main [B] = sum A_i CE_i, and the velocity term [B] =
                   sum A_i log(A_i / hatA_i) - (A_i - hatA_i), which is never negative; float64
     """
-    main = torch.where(masked, velocity * ce.to(torch.float64), 0.0).sum(dim=1)
+    # replaced before the arithmetic, not after: a NaN times zero would still spoil the gradient
+    ce = torch.where(masked, ce.to(torch.float64), 0.0)
+    velocity = torch.where(masked, velocity, 1.0)
+    velocity_hat = torch.where(masked, velocity_hat, 1.0)
     divergence = velocity * (velocity.log() - velocity_hat.log()) - (velocity - velocity_hat)
-    return main, torch.where(masked, divergence, 0.0).sum(dim=1)
+    return (velocity * ce).sum(dim=1), divergence.sum(dim=1)
 
 
 def rloo_surrogate(log_q1: Tensor, log_q2: Tensor, loss1: Tensor, loss2: Tensor) -> Tensor:

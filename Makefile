@@ -1,0 +1,38 @@
+# make demo · make test · make test-all · make lint
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# compiled extensions stay inside the environment
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test test-all lint clean install
+
+demo: install
+	python launchers/demo.py
+
+test: install
+	pytest
+
+test-all: install
+	pytest -m ""
+
+lint: install
+	ruff check .
+	ruff format --check .
+
+# A second call finds the stamp and installs nothing. torch comes first and by exact version, so
+# that nothing pulls another build of it. A killed compilation leaves a lock that would hang the
+# next run without a word: no build is under way here, so any lock is stale.
+install: $(VENV)/installed
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete 2>/dev/null || true
+
+$(VENV)/installed: setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lomdm_dist needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) data/demo data/demo.jsonl runs/demo exports/demo

@@ -1,0 +1,146 @@
+"""`make demo`: from raw text to a trained, resumed, evaluated, sampled and exported LoMDM.
+
+Runs the commands of the README one after the other, prints each before it runs, and ends with a
+table of what was made and where. What is already there is used again; delete data/demo or
+runs/demo to make it anew.
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+DATA, RUN, CONFIG = Path("data/demo"), Path("runs/demo"), "configs/demo.yaml"
+CORPUS, EXPORT, CURVE = Path("data/demo.jsonl"), RUN / "export-hf", RUN / "curve.png"
+STEPS, STOP = 800, 400  # the steps of configs/demo.yaml, and where the run is stopped once
+REQUEUE = 75  # the exit status of a run that was stopped on request and has saved
+
+LOAD_BACK = """
+import json, sys
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+folder = sys.argv[1]
+model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = tokenizer("Return a new list containing all items", return_tensors="pt").input_ids
+hidden = ids.shape[1] // 2
+truth, ids[0, hidden] = ids[0, hidden].item(), tokenizer.mask_token_id
+output = model(input_ids=ids)
+rank = int((output.logits[0, hidden] > output.logits[0, hidden, truth]).sum()) + 1
+print(json.dumps({"parameters": model.num_parameters(), "rank": rank, "vocab": len(tokenizer)}))
+"""
+
+
+def run(*command, expect: int = 0) -> str:
+    """Run a command of the environment, showing it first; returns what LOAD_BACK-like children print."""
+    print(f"\n$ {shlex.join(str(part) for part in command)}", flush=True)
+    program = BIN / str(command[0])
+    result = subprocess.run([str(program if program.exists() else command[0]), *map(str, command[1:])])
+    if result.returncode != expect:
+        sys.exit(f"demo: {command[0]} ended with status {result.returncode}, expected {expect}")
+
+
+def trained_step() -> int:
+    latest = RUN / "latest"
+    return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+
+
+def read(name: str) -> dict:
+    return json.loads((RUN / f"{name}.json").read_text())
+
+
+def train(*options, expect: int = 0) -> None:
+    processes = min(2, torch.cuda.device_count() or 2)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // processes)))
+    with socket.socket() as listener:  # a port of our own: two demos may run on one machine
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    run("deepspeed", "--num_accelerators", processes, "--master_port", port, "train.py", "--config", CONFIG,
+        *options, expect=expect)  # fmt: skip
+
+
+def draw_curve() -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    for key, label, style in (("loss", "training, one batch", "-"), ("valid_nll_per_token", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1)
+    axes.axvline(STOP, color="gray", linestyle=":", label="stopped and resumed")
+    axes.set(xlabel="step", ylabel="bound, nats a token", title="lomdm_dist demo: LoMDM on Python's own documentation")
+    axes.legend()
+    figure.savefig(CURVE, dpi=120)
+
+
+def table(rows: list[tuple[str, str, str, str]]) -> None:
+    rows = [("made", "where", "what", ""), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    print()
+    for i, row in enumerate(rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if i == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    started, new = time.time(), {}
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+    new["corpus"] = not CORPUS.exists()
+    if new["corpus"]:
+        run("python", "data_tools/demo_corpus.py", CORPUS)
+    run("lomdm", "prepare", "text", "--input", CORPUS, "--out", DATA, "--tokenizer", "bpe",
+        "--vocab-size", 512, "--length", 64, "--json", "data/demo.json")  # fmt: skip
+    prepared = json.loads(Path("data/demo.json").read_text())
+    new["shards"] = not prepared["reused"]
+
+    new["run"] = trained_step() < STEPS
+    if trained_step() < STOP:
+        train("--resume", "auto", "--stop-after", STOP, expect=REQUEUE)
+    if new["run"]:
+        train("--resume", "auto")
+        draw_curve()
+        run("lomdm", "eval", "ppl", "--checkpoint", RUN, "--data", DATA / "valid", "--json", RUN / "ppl.json")
+        run("lomdm", "sample", "--checkpoint", RUN, "--num", 4, "--json", RUN / "samples.json")
+    new["export"] = not EXPORT.exists()
+    if new["export"]:
+        run("lomdm", "convert", "to-hf", RUN, EXPORT, "--json", RUN / "export.json")
+    print("\n$ python: AutoModelForMaskedLM.from_pretrained(export, trust_remote_code=True)", flush=True)
+    loaded = subprocess.run([sys.executable, "-c", LOAD_BACK, str(EXPORT)], stdout=subprocess.PIPE, check=True)
+    loaded = json.loads(loaded.stdout)
+
+    state = {name: "new" if made else "reused" for name, made in new.items()}
+    ppl, samples = read("ppl"), read("samples")
+    table([
+        ("corpus", str(CORPUS), f"{prepared['documents']:,} documents of Python's own English", state["corpus"]),
+        ("shards", str(DATA), f"{prepared['sequences']:,} sequences, {prepared['tokens']:,} tokens", state["shards"]),
+        ("run", str(RUN), f"{trained_step()} steps, stopped and resumed at {STOP}", state["run"]),
+        ("metrics", str(RUN / "metrics.jsonl"), "one object a logged step", state["run"]),
+        ("curve", str(CURVE), "training and validation bound", state["run"]),
+        ("perplexity", str(RUN / "ppl.json"),
+         f"{ppl['nll_per_token']:.3f} +- {ppl['standard_error']:.3f} nats a token, ppl {ppl['ppl']:.1f} (uncut bound)",
+         state["run"]),
+        ("samples", str(RUN / "samples.json"), f"{len(samples['texts'])} texts, entropy {samples['entropy']:.2f}",
+         state["run"]),
+        ("export", str(EXPORT),
+         f"{loaded['parameters']:,} parameters, loads with transformers alone; a hidden token ranks "
+         f"{loaded['rank']} of {loaded['vocab']}", state["export"]),
+    ])  # fmt: skip
+    print(f"\ndemo done in {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""To Hugging Face `transformers`: a folder that loads without this package."""

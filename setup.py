@@ -1,0 +1,42 @@
+"""The package and its extras. Exact versions stand in constraints.txt: pip install -e .[dev] -c constraints.txt"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "lomdm_dist/__init__.py").read_text())[1]
+
+setup(
+    name="lomdm_dist",
+    version=version,
+    description="A trainer for learnable-order masked diffusion language models",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["lomdm_dist", "lomdm_dist.*"]),
+    install_requires=[
+        "deepspeed",
+        "megatron-core",
+        "numpy",
+        "pyarrow",
+        "pydantic",
+        "pyyaml",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "tqdm",
+        "transformers",
+        "webdataset",
+        "zstandard",
+    ],
+    extras_require={
+        "dev": ["hypothesis", "matplotlib", "pytest", "ruff"],
+        "gpu": ["flash-attn", "triton"],
+        "wandb": ["wandb"],
+        "eval": ["datasets"],
+    },
+    entry_points={"console_scripts": ["lomdm = lomdm_dist.cli:main"]},
+)

@@ -1,0 +1,192 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lomdm_dist.config import Config, load_config
+from lomdm_dist.model import LoMDM
+from lomdm_dist.model.flops import block_flops
+from lomdm_dist.train.step import Noise, two_sample_loss
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def head_parameters(width: int, condition: int = 128) -> int:
+    """Both heads: a block (2 norms, qkv, out, MLP with biases, adaLN), and a linear layer to a scalar."""
+    block = 2 * width + 4 * width**2 + 8 * width**2 + 5 * width + (condition + 1) * 6 * width
+    return 2 * (block + width + 1)
+
+
+PARAMETERS = {
+    "demo": 1_697_282,
+    "lm1b": 139_292_986 + head_parameters(768),
+    "lm1b_unpacked": 139_292_986 + head_parameters(768),
+    "owt": 169_627_218 + head_parameters(768),
+    "ablation_512": 59_831_866 + head_parameters(512),
+    "ablation_1024": 384_037_946 + head_parameters(1024),
+    "1b": 1_141_251_412,
+    "7b": 7_366_751_572,
+}
+
+
+def tiny_config(**overrides) -> Config:
+    values = {
+        "model": dict(vocab_size=11, mask_id=4, length=8, width=16, blocks=2, heads=2, dropout=0.0),
+        "objective": {"name": "lomdm"},
+        "data": {"train": "x", "valid": "x"},
+        "train": {"run": "x", "steps": 1, "global_batch": 4, "micro_batch": 4},
+    }
+    for section, keys in overrides.items():
+        values[section] = values[section] | keys
+    return Config.model_validate(values)
+
+
+def randomised(config: Config, dtype=torch.float64) -> LoMDM:
+    """A model whose gates, heads and output do not start at zero."""
+    torch.manual_seed(0)
+    model = LoMDM(config.model, config.objective).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def noise(config: Config, batch: int, t: float | None = None) -> Noise:
+    generator = torch.Generator().manual_seed(5)
+    time = torch.rand(batch, 2, generator=generator, dtype=torch.float64)
+    if t is not None:
+        time[:, 0] = t
+    shape = (batch, config.model.length)
+    masks = [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(config.objective.samples)]
+    return Noise(time, masks)
+
+
+def test_every_config_file_is_tested():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_each_config_builds_with_its_parameter_count(name):
+    config = load_config(CONFIGS / f"{name}.yaml")
+    with torch.device("meta"):
+        model = LoMDM(config.model, config.objective)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("owt", 169_627_218), ("lm1b", 139_292_986), ("ablation_512", 59_831_866), ("ablation_1024", 384_037_946)],
+)
+def test_mdlm_parameter_counts(name, expected):
+    config = load_config(CONFIGS / f"{name}.yaml", ["objective.name=mdlm", "objective.c1=1", "objective.c2=0"])
+    with torch.device("meta"):
+        model = LoMDM(config.model, config.objective)
+    assert sum(p.numel() for p in model.parameters()) == expected
+
+
+@pytest.mark.parametrize(("vocab_size", "mask_id"), [(30522, 103), (50258, 50257)])
+def test_a_new_model_is_uniform_over_all_but_the_mask_token(vocab_size, mask_id):
+    config = tiny_config(model={"vocab_size": vocab_size, "mask_id": mask_id})
+    model = LoMDM(config.model, config.objective)
+    x = torch.randint(0, 100, (2, 8))
+    masked = torch.ones(2, 8, dtype=torch.bool)
+    ce, hat_exponent = model.denoise(torch.full_like(x, mask_id), x, masked)
+    assert ce.detach().flatten().tolist() == pytest.approx([math.log(vocab_size - 1)] * 16, abs=1e-5)
+    assert torch.allclose(hat_exponent, torch.tensor(0.7, dtype=torch.float64))
+    features, _, condition = model.see(x)
+    assert (model.backbone.output(features, condition)[..., mask_id] == -torch.inf).all()
+
+
+def test_gradients_reach_each_part_by_its_own_road():
+    """theta by CE alone, psi by hatA alone, phi by A and log q."""
+    config = tiny_config()
+    model = randomised(config)
+    x = torch.randint(5, 11, (4, 8))
+    loss, _ = two_sample_loss(model, x, None, noise(config, 4), config)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def gradients_of(function):
+        model.zero_grad()
+        function().backward()
+        return {name for name, p in model.named_parameters() if p.grad is not None}
+
+    def owner(names):
+        return {name.split(".")[0] for name in names}
+
+    masked = torch.rand(4, 8) < 0.5
+    z = torch.where(masked, 4, x)
+    assert owner(gradients_of(lambda: model.order(x).std())) == {"phi"}
+    assert owner(gradients_of(lambda: model.denoise(z, x, masked)[1].std())) == {"psi"}
+    assert owner(gradients_of(lambda: model.denoise(z, x, masked)[0].sum())) == {"backbone"}
+    assert all(gradient.isfinite().all() for gradient in whole.values())
+
+
+def test_mdlm_is_lomdm_with_a_fixed_exponent_of_one():
+    """The same x, t and z: c1 = 1, c2 = 0 gives MDLM's loss, no velocity term and no RLOO gradient."""
+    mdlm = tiny_config(objective={"name": "mdlm"})
+    fixed = tiny_config(objective={"name": "lomdm", "c1": 1.0, "c2": 0.0})
+    model, x, draws = randomised(fixed), torch.randint(5, 11, (4, 8)), noise(fixed, 4)
+    same = Noise(draws.time, [draws.masks[0]] * 2)
+    loss, stats = two_sample_loss(model, x, None, same, fixed)
+    plain = LoMDM(mdlm.model, mdlm.objective).double()
+    plain.backbone.load_state_dict(model.backbone.state_dict())
+    expected, _ = two_sample_loss(plain, x, None, Noise(draws.time, draws.masks[:1]), mdlm)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert stats["velocity"].item() == 0
+    loss.backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in model.phi.parameters())
+
+
+def test_nothing_masked_gives_zero_loss_and_zero_gradients():
+    config = tiny_config(objective={"name": "mdlm", "time": "uniform", "time_eps": 1e-9})
+    model = randomised(config, torch.float32)
+    x = torch.randint(5, 11, (4, 8))
+    loss, _ = two_sample_loss(model, x, None, noise(config, 4, t=0.0), config)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
+
+
+def test_padding_changes_nothing():
+    """A padded sequence has the CE, the exponents and the loss of the sequence without padding."""
+    config = tiny_config(model={"length": 12})
+    model = randomised(config).eval()
+    x = torch.randint(5, 11, (3, 8))
+    padded = torch.cat([x, torch.full((3, 4), 3)], dim=1)
+    valid = torch.arange(12).expand(3, 12) < 8
+    draws = noise(config, 3)
+    short = Noise(draws.time * torch.tensor([1.0, 0.0]), [u[:, :8] for u in draws.masks])
+    draws = Noise(short.time, draws.masks)
+    mixture = tiny_config(model={"length": 8}, objective={"time": "uniform"})
+    uniform = tiny_config(model={"length": 12}, objective={"time": "uniform"})
+    _, plain = two_sample_loss(model, x, None, short, mixture)
+    _, with_padding = two_sample_loss(model, padded, valid, draws, uniform)
+    for name in plain:
+        assert with_padding[name].item() == pytest.approx(plain[name].item(), rel=1e-9, abs=1e-12), name
+
+
+def test_dropout_is_on_in_training_and_off_in_the_feature_pass_of_phi():
+    config = tiny_config(model={"dropout": 0.5})
+    model = randomised(config).train()
+    x = torch.randint(5, 11, (2, 8))
+    model.phi.block.dropout = 0.0
+    assert torch.equal(model.order(x), model.order(x))
+    assert model.backbone.training
+    masked = torch.ones_like(x, dtype=torch.bool)
+    assert not torch.equal(model.denoise(x, x, masked)[0], model.denoise(x, x, masked)[0])
+
+
+def test_block_flops_are_those_that_torch_counts():
+    config = tiny_config(model={"width": 64, "heads": 4, "length": 32})
+    model = LoMDM(config.model, config.objective)
+    context = model.backbone.context(None, 32)
+    # the counter knows the plain products of attention, not the fused CPU kernel
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.backbone.blocks[0](torch.zeros(2, 32, 64), *context)
+    adaln = 2 * config.model.condition_width * 6 * 64  # once a pass, not once a token
+    assert counter.get_total_flops() == 2 * 32 * block_flops(config.model) + adaln

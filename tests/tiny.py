@@ -1,0 +1,63 @@
+"""A tiny corpus, and tiny models really trained on it by `train.py`. For fixtures of all test folders."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import yaml
+
+from lomdm_dist.data.prepare import Request, prepare
+from lomdm_dist.data.shards import ShardSet
+
+REPOSITORY = Path(__file__).parent.parent
+VOCABULARY, LENGTH = 300, 16
+
+
+def prepare_tiny(out: Path, packing: str = "packed", tokenizer: str = "bpe") -> Path:
+    """Token shards of a little English, with a BPE tokenizer of 300 ids, or of a given folder; returns OUT."""
+    text = out.with_name(out.name + ".txt")
+    text.write_text("\n".join(topics[name] for name in sorted(topics)[:12]))
+    vocabulary = VOCABULARY if tokenizer == "bpe" else None
+    request = Request((str(text),), tokenizer, LENGTH, vocabulary, packing, 0.1, sample_by="line")
+    prepare(request, out)
+    return out
+
+
+def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
+    """Plain values of a config: 2 blocks of width 32. Rates so large that all of the model moves at once."""
+    return {
+        "model": {
+            "vocab_size": VOCABULARY,
+            "mask_id": ShardSet(data / "train").tokenizer["mask_id"],
+            "length": LENGTH,
+            "width": 32,
+            "blocks": 2,
+            "heads": 2,
+            "condition_width": 16,
+        },
+        "objective": {"name": objective},
+        "data": {"train": str(data / "train"), "valid": str(data / "valid")},
+        "optim": {"learning_rate": 0.01, "heads_learning_rate": 0.05, "warmup_steps": 0, "ema_decay": 0.5},
+        "train": {
+            "run": str(run),
+            "steps": 8,
+            "global_batch": 8,
+            "micro_batch": 8,
+            "precision": "fp32",
+            "log_every": 1,
+        },
+    }
+
+
+def train_tiny(config: dict) -> Path:
+    """Run `train.py` on a config in a process of its own; returns the run's folder."""
+    run = Path(config["train"]["run"])
+    path = run.with_name(run.name + ".yaml")
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
