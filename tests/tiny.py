@@ -1,22 +1,26 @@
 """A tiny corpus, and tiny models really trained on it by `train.py`. For fixtures of all test folders."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.train.checkpoint import Checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 VOCABULARY, LENGTH = 300, 16
 
 
 def prepare_tiny(out: Path, packing: str = "packed", tokenizer: str = "bpe") -> Path:
-    """Token shards of a little English, with a BPE tokenizer of 300 ids, or of a given folder; returns OUT."""
+    """Token shards of a little English, with a new BPE tokenizer or that of a folder; returns OUT."""
     text = out.with_name(out.name + ".txt")
     text.write_text("\n".join(topics[name] for name in sorted(topics)[:12]))
     vocabulary = VOCABULARY if tokenizer == "bpe" else None
@@ -26,7 +30,7 @@ def prepare_tiny(out: Path, packing: str = "packed", tokenizer: str = "bpe") -> 
 
 
 def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
-    """Plain values of a config: 2 blocks of width 32. Rates so large that all of the model moves at once."""
+    """Plain values of a config: 2 blocks of width 32, rates so large that all of it moves at once."""
     return {
         "model": {
             "vocab_size": VOCABULARY,
@@ -39,7 +43,7 @@ def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
         },
         "objective": {"name": objective},
         "data": {"train": str(data / "train"), "valid": str(data / "valid")},
-        "optim": {"learning_rate": 0.01, "heads_learning_rate": 0.05, "warmup_steps": 0, "ema_decay": 0.5},
+        "optim": {"learning_rate": 0.01, "heads_learning_rate": 0.01, "warmup_steps": 0, "ema_decay": 0.5},
         "train": {
             "run": str(run),
             "steps": 8,
@@ -61,3 +65,18 @@ def train_tiny(config: dict) -> Path:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return run
+
+
+def randomize(run: Path, out: Path) -> Checkpoint:
+    """A copy of a run's checkpoint with random weights, others for raw than for ema, and no moments.
+
+    Few steps of training leave the gates near zero and the exponents near c1: too near for a comparison.
+    """
+    checkpoint = Checkpoint(run)
+    shutil.copytree(checkpoint.folder, out, ignore=shutil.ignore_patterns("*.distcp", ".metadata"))
+    generator, state = torch.Generator().manual_seed(0), {}
+    for kind in ("raw", "ema"):
+        for name, parameter in checkpoint.build_model(kind).named_parameters():
+            state[f"{kind}/{name}"] = 0.4 * torch.randn(parameter.numel(), generator=generator)
+    dcp.save(state, checkpoint_id=out, no_dist=True)
+    return Checkpoint(out)

@@ -75,7 +75,7 @@ def _write_model(model: LoMDM, config: LomdmConfig, folder: Path) -> None:
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """The checkpoint's tokenizer, in words that `transformers` 4 and 5 read."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder / "tokenizer", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder / "tokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a batch needs some; attention_mask tells it from text
     tokenizer.model_max_length = checkpoint.config.model.length
@@ -90,7 +90,7 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
 @torch.no_grad()
 def _compare(model: LoMDM, folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
     """Load the export as a stranger does, and compare all that it computes. Raises RuntimeError."""
-    exported = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+    exported = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     x, z, valid = _random_batch(checkpoint)
     features, hat_exponent, condition = model.see(z, valid)
     seen = exported(z, attention_mask=valid)
@@ -99,8 +99,8 @@ def _compare(model: LoMDM, folder: Path, checkpoint: Checkpoint) -> dict[str, fl
     phi = _difference(model.order(x, valid), exported.order_exponents(x, attention_mask=valid))
     if not all(difference <= TOLERANCE for difference in (logits, psi, phi)):  # so that nan fails too
         raise RuntimeError(
-            f"the export in {folder} differs from checkpoint {checkpoint.folder}: logits by up to {logits:.3g}, "
-            f"exponents by up to {psi:.3g} (psi) and {phi:.3g} (phi), more than {TOLERANCE:g}"
+            f"the export in {folder} differs from checkpoint {checkpoint.folder}: logits by up to "
+            f"{logits:.3g}, exponents by up to {psi:.3g} (psi) and {phi:.3g} (phi), more than {TOLERANCE:g}"
         )
     return {"max_logit_difference": logits, "max_exponent_difference": max(psi, phi)}
 
@@ -123,7 +123,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _check_tokenizer(folder: Path, expected: dict) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     found = {"vocab_size": len(tokenizer)}
     found |= {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "mask", "pad")}
     wrong = {k: v for k, v in found.items() if expected[k] not in (v, None)}
@@ -176,7 +176,8 @@ Load and sample (`torch`, `numpy` and `transformers` are all it needs; the code 
 ```python
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
-print(AutoTokenizer.from_pretrained("{name}").batch_decode(model.sample(num=2, seed=0)))
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+print(tokenizer.batch_decode(model.sample(num=2, seed=0)))
 ```
 
 `model(input_ids)` gives `logits` for the masked positions (-inf at the mask token) and the `exponents` seen

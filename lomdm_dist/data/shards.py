@@ -90,8 +90,8 @@ class ShardSet:
         self.manifest = read_manifest(self.folder)
         self.length: int = self.manifest["length"]
         self.tokenizer: dict = self.manifest["tokenizer"]
-        self._blocks = [self._open(shard, verify) for shard in self.manifest["shards"]]
-        self._starts = np.cumsum([0] + [s["sequences"] for s in self.manifest["shards"]])
+        self._blocks = [block for shard in self.manifest["shards"] for block in self._open(shard, verify)]
+        self._starts = np.cumsum([0, *map(len, self._blocks)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -104,10 +104,9 @@ class ShardSet:
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Sequences by index: [n] -> [n, length], int64."""
         out = np.empty((len(indices), self.length), dtype=np.int64)
-        which = np.searchsorted(self._starts, indices, side="right") - 1
-        for i, (shard, index) in enumerate(zip(which, indices, strict=True)):
-            member, row = divmod(int(index - self._starts[shard]), ROWS_A_MEMBER)
-            out[i] = self._blocks[shard][member][row]
+        blocks = np.searchsorted(self._starts, indices, side="right") - 1
+        for i, (block, index) in enumerate(zip(blocks, indices, strict=True)):
+            out[i] = self._blocks[block][index - self._starts[block]]
         return out
 
     def batch(self, indices: np.ndarray, device) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,145 @@
+"""Real process groups: one result on one process and on two, after a kill, and on another ZeRO stage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ["model.width=32", "model.blocks=2", "model.heads=2", "model.length=16", "model.vocab_size=300"]
+FAST = ["train.log_every=1", "train.valid_every=0", "optim.heads_learning_rate=0.03", "optim.warmup_steps=3"]
+
+
+@pytest.fixture(scope="session")
+def base(tiny_data):
+    """Overrides that make configs/demo.yaml a few-second run; losses then move, heads learn."""
+    return [*MODEL, *FAST, f"data.train={tiny_data / 'train'}", f"data.valid={tiny_data / 'valid'}"]
+
+
+def command(processes: int, *arguments) -> list[str]:
+    train = ["train.py", "--config", "configs/demo.yaml", *map(str, arguments)]
+    if processes == 1:
+        return [sys.executable, *train]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [*torchrun, *train]
+
+
+def start(processes: int, *arguments) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command(processes, *arguments),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, expect: int = 0) -> str:
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == expect, output
+    return output
+
+
+def curve(run: Path, key: str = "loss") -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len({row["step"] for row in rows}) == len(rows), "a step was logged twice"
+    return {row["step"]: row[key] for row in rows}
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, base):
+    """25 undisturbed steps on one process."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    finish(start(1, *base, "train.steps=25", f"train.run={run}"))
+    return run
+
+
+def assert_same(ours: dict, theirs: dict, steps, tolerance: float):
+    assert [ours[s] for s in steps] == pytest.approx([theirs[s] for s in steps], abs=tolerance)
+
+
+def test_losses_move(whole_run):
+    losses = curve(whole_run)
+    assert losses[1] == pytest.approx(5.7, abs=0.3) and losses[25] < losses[1] - 0.05
+    assert curve(whole_run, "exponent_std")[25] > 0.01 and curve(whole_run, "velocity")[25] > 0
+
+
+def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, base, whole_run):
+    """Two processes have one process's losses; SIGKILL after step 15, then resumed on two."""
+    run = tmp_path / "run"
+    options = [*base, "train.steps=25", "train.save_every=15", f"train.run={run}", "train.micro_batch=4"]
+    process = start(2, *options)
+    metrics = run / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and (not metrics.exists() or '"step": 17' not in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (run / "latest").read_text() == "step-15\n"
+    assert_same(curve(run), curve(whole_run), range(1, 11), 1e-4)
+
+    refused = start(2, *options)
+    assert "continue it with --resume auto" in refused.communicate(timeout=60)[0]
+    finish(start(2, *options, "--resume", "auto"))
+    for key in ("loss", "grad_norm", "lr", "lr_heads", "tokens", "exponent_std"):
+        assert_same(curve(run, key), curve(whole_run, key), range(1, 26), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((2, "parallel.zero_stage=3"), (1, "parallel.zero_stage=0")),
+        ((1, "parallel.zero_stage=0"), (2, "parallel.zero_stage=2")),
+    ],
+)
+def test_a_run_moves_between_grids_and_zero_stages(tmp_path, base, whole_run, first, then):
+    """Weights, moments, EMA and learning rates travel: the curve stays the undisturbed one's."""
+    run = tmp_path / "run"
+    options = [*base, "train.steps=12", f"train.run={run}", "train.micro_batch=4"]
+    finish(start(first[0], *options, first[1], "--stop-after", 6), expect=75 if first[0] == 1 else 1)
+    assert (run / "latest").read_text() == "step-6\n"
+    finish(start(then[0], *options, then[1], "--resume", "auto"))
+    for key in ("loss", "grad_norm", "lr", "lr_heads"):
+        assert_same(curve(run, key), curve(whole_run, key), range(1, 13), 1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_follows_fp32(tmp_path, base, whole_run, stage):
+    """Loss and gradient norm of the first steps, with accumulation, to bf16's precision."""
+    run = tmp_path / "run"
+    bf16 = ["train.precision=bf16", f"parallel.zero_stage={stage}", "train.micro_batch=4", "train.steps=4"]
+    finish(start(1, *base, *bf16, f"train.run={run}"))
+    for key, tolerance in (("loss", 3e-3), ("grad_norm", 2e-2)):
+        assert_same(curve(run, key), curve(whole_run, key), range(1, 5), tolerance)
+
+
+def test_sigterm_saves_and_exits_75(tmp_path, base):
+    run = tmp_path / "run"
+    process = start(1, *base, "train.steps=100000", f"train.run={run}")
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped on request" in finish(process, expect=75)
+    last = max(curve(run))
+    assert (run / "latest").read_text() == f"step-{last}\n"
+
+
+def test_dropout_repeats_after_a_resume(tmp_path, base):
+    losses = []
+    for name, stops in (("a", [None]), ("b", [4, None])):
+        options = [*base, "model.dropout=0.3", "train.steps=8", f"train.run={tmp_path / name}"]
+        for stop in stops:
+            more = ["--stop-after", stop] if stop else []
+            finish(start(1, *options, "--resume", "auto", *more), expect=75 if stop else 0)
+        losses.append(curve(tmp_path / name))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from lomdm_dist.config import load_config
+from lomdm_dist.errors import UserError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+DEMO = CONFIGS / "demo.yaml"
+
+
+def test_saved_config_loads_as_the_same(tmp_path):
+    config = load_config(DEMO, ["optim.learning_rate=1e-4", "train.steps=7"])
+    assert (config.optim.learning_rate, config.train.steps) == (1e-4, 7)
+    config.save(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rate?"),
+        ("optmi.clip=1", "unknown key optmi; did you mean optim?"),
+        ("objective.c2=0.7", "c1 > c2 >= 0 keeps every exponent positive; c1 = 0.7, c2 = 0.7"),
+        ("objective.name=mdlm", "mdlm means c1 = 1 and c2 = 0, not c1 = 0.7, c2 = 0.65"),
+        ("model.heads=3", "width 128 is not divisible by heads 3"),
+        ("model.heads=128", "width / heads = 1 is odd"),
+        ("model.mask_id=512", "mask_id 512 is outside vocab_size 512"),
+        ("train.micro_batch=3", "global_batch 16 is not a multiple of micro_batch 3"),
+        ("train.steps=many", "train.steps: input should be a valid integer"),
+        ("train.precision=bf15", "train.precision: input should be 'bf16' or 'fp32', got 'bf15'"),
+        ("optim.clip=.nan", "optim.clip: input should be"),
+        ("parallel.zero_stage=4", "parallel.zero_stage: input should be less than or equal to 3, got 4"),
+        ("train=3", "train: input should be"),
+        ("model.width.x=1", "width is a value, not a section"),
+        ("steps", "'steps' is not of the form section.key=value"),
+        ("train.run=[", "the value is not valid YAML"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(override, message):
+    with pytest.raises(UserError) as error:
+        load_config(DEMO, [override])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bf16_without_master_weights_is_refused():
+    with pytest.raises(UserError, match="fp32 master weights"):
+        load_config(DEMO, ["train.precision=bf16", "parallel.zero_stage=0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "is not valid YAML"),
+        ("just text", "holds no sections"),
+        ("train: {steps: 1, steps: 2}", "'steps' stands twice"),
+        ("model: {width: !!python/object/apply:os.system ['true']}", "is not valid YAML"),
+        ("data: {train: a, valid: b}", "model is missing; train is missing"),
+    ],
+)
+def test_unreadable_files_say_so(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config(path)
+    with pytest.raises(UserError, match=r"no config file .*; did you mean .*bad\.yaml\?"):
+        load_config(tmp_path / "bat.yaml")
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 1)])
+def test_accumulation_fills_the_global_batch(ranks, micro_batches):
+    assert load_config(DEMO).accumulation(ranks) == micro_batches
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic():
+    with pytest.raises(UserError, match=r"16 does not divide over 3 .*micro_batch 8 = 24: 16 / 24 = 0.667"):
+        load_config(DEMO).accumulation(3)

@@ -1,0 +1,40 @@
+"""Who may import whom (docs/design.md, section 2)."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "lomdm_dist"
+MAY_IMPORT = {
+    "process": {"process"},
+    "ops": {"ops"},
+    "model": {"model", "process", "ops", "config"},
+    "data": {"data", "config", "errors"},
+    "parallel": {"parallel", "config", "errors"},
+    "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
+    "sample": {"sample", "process", "model"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Parts of the house that a file imports: the second name of lomdm_dist.NAME."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("lomdm_dist.")}
+    return found - {"__version__"}
+
+
+def test_each_part_imports_only_what_it_may():
+    for part, allowed in MAY_IMPORT.items():
+        for path in (PACKAGE / part).rglob("*.py"):
+            assert imports_of(path) <= allowed, path
+
+
+def test_only_the_loop_and_the_command_line_import_the_loop():
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "cli.py" and "train.loop" in path.read_text():
+            raise AssertionError(f"{path} imports the training loop")
