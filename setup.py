@@ -1,4 +1,4 @@
-"""The package and its extras. Exact versions stand in constraints.txt: pip install -e .[dev] -c constraints.txt"""
+"""The package and its extras. Exact versions: `pip install -e .[dev] -c constraints.txt`."""
 
 import re
 from pathlib import Path

@@ -12,7 +12,6 @@ import json
 import sys
 import sysconfig
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "pydoc_data", "turtledemo"}

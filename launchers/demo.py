@@ -75,11 +75,18 @@ def draw_curve() -> None:
 
     rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    for key, label, style in (("loss", "training, one batch", "-"), ("valid_nll_per_token", "validation", "o-")):
+    for key, label, style in (
+        ("loss", "training, one batch", "-"),
+        ("valid_nll_per_token", "validation", "o-"),
+    ):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1)
     axes.axvline(STOP, color="gray", linestyle=":", label="stopped and resumed")
-    axes.set(xlabel="step", ylabel="bound, nats a token", title="lomdm_dist demo: LoMDM on Python's own documentation")
+    axes.set(
+        xlabel="step",
+        ylabel="bound, nats a token",
+        title="lomdm_dist demo: LoMDM on Python's own documentation",
+    )
     axes.legend()
     figure.savefig(CURVE, dpi=120)
 
@@ -92,6 +99,28 @@ def table(rows: list[tuple[str, str, str, str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if i == 0:
             print("  ".join("-" * width for width in widths))
+
+
+def made(prepared: dict, loaded: dict) -> list[tuple]:
+    """What was made: name, place, a few words on it, and the stage that made it."""
+    ppl, samples = read("ppl"), read("samples")
+    bound = f"{ppl['nll_per_token']:.3f} +- {ppl['standard_error']:.3f} nats a token, ppl {ppl['ppl']:.1f}"
+    hidden = f"a hidden token ranks {loaded['rank']} of {loaded['vocab']}"
+    return [
+        ("corpus", CORPUS, f"{prepared['documents']:,} documents of Python's own English", "corpus"),
+        ("shards", DATA, f"{prepared['sequences']:,} sequences, {prepared['tokens']:,} tokens", "shards"),
+        ("run", RUN, f"{trained_step()} steps, stopped at {STOP} and resumed", "run"),
+        ("metrics", RUN / "metrics.jsonl", "one object a logged step", "run"),
+        ("curve", CURVE, "training and validation bound", "run"),
+        ("perplexity", RUN / "ppl.json", f"{bound} (uncut bound)", "run"),
+        (
+            "samples",
+            RUN / "samples.json",
+            f"{len(samples['texts'])} texts of {len(samples['token_ids'][0])} tokens",
+            "run",
+        ),
+        ("export", EXPORT, f"{loaded['parameters']:,} parameters, loads in transformers; {hidden}", "export"),
+    ]
 
 
 def main() -> None:
@@ -119,26 +148,13 @@ def main() -> None:
     if new["export"]:
         run("lomdm", "convert", "to-hf", RUN, EXPORT, "--json", RUN / "export.json")
     print("\n$ python: AutoModelForMaskedLM.from_pretrained(export, trust_remote_code=True)", flush=True)
-    loaded = subprocess.run([sys.executable, "-c", LOAD_BACK, str(EXPORT)], stdout=subprocess.PIPE, check=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD_BACK, str(EXPORT)], stdout=subprocess.PIPE, check=True
+    )
     loaded = json.loads(loaded.stdout)
 
     state = {name: "new" if made else "reused" for name, made in new.items()}
-    ppl, samples = read("ppl"), read("samples")
-    table([
-        ("corpus", str(CORPUS), f"{prepared['documents']:,} documents of Python's own English", state["corpus"]),
-        ("shards", str(DATA), f"{prepared['sequences']:,} sequences, {prepared['tokens']:,} tokens", state["shards"]),
-        ("run", str(RUN), f"{trained_step()} steps, stopped and resumed at {STOP}", state["run"]),
-        ("metrics", str(RUN / "metrics.jsonl"), "one object a logged step", state["run"]),
-        ("curve", str(CURVE), "training and validation bound", state["run"]),
-        ("perplexity", str(RUN / "ppl.json"),
-         f"{ppl['nll_per_token']:.3f} +- {ppl['standard_error']:.3f} nats a token, ppl {ppl['ppl']:.1f} (uncut bound)",
-         state["run"]),
-        ("samples", str(RUN / "samples.json"), f"{len(samples['texts'])} texts, entropy {samples['entropy']:.2f}",
-         state["run"]),
-        ("export", str(EXPORT),
-         f"{loaded['parameters']:,} parameters, loads with transformers alone; a hidden token ranks "
-         f"{loaded['rank']} of {loaded['vocab']}", state["export"]),
-    ])  # fmt: skip
+    table([(what, str(where), text, state[stage]) for what, where, text, stage in made(prepared, loaded)])
     print(f"\ndemo done in {time.time() - started:.0f} s")
 
 

@@ -59,16 +59,23 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
 
 
 def _prepare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", choices=["text"], help="text: .txt, .jsonl, .parquet (also .gz, .zst), hf:NAME")
+    parser.add_argument(
+        "recipe", choices=["text"], help="text: .txt, .jsonl, .parquet (also .gz, .zst), hf:NAME"
+    )
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, or hf:NAME[:SPLIT]")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokenizer", required=True, help="bpe or wordpiece to train one; else a folder or hub name")
+    parser.add_argument(
+        "--tokenizer", required=True, help="bpe or wordpiece to train one; else a folder or hub name"
+    )
     parser.add_argument("--vocab-size", type=int, help="of a tokenizer trained here")
     parser.add_argument("--length", type=int, required=True, help="tokens a sequence")
     parser.add_argument("--packing", choices=["packed", "padded"], default="packed")
     parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out")
     parser.add_argument(
-        "--sample-by", choices=["line", "paragraph", "document"], default="paragraph", help="what a document is in .txt"
+        "--sample-by",
+        choices=["line", "paragraph", "document"],
+        default="paragraph",
+        help="what a document is in .txt",
     )
     parser.add_argument("--text-field", default="text", help="field of .jsonl, .parquet and hub records")
     parser.set_defaults(run=_prepare)
@@ -91,7 +98,9 @@ def _prepare(options) -> None:
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--resume", metavar="auto|CHECKPOINT", help="auto: from the run's latest, if there is one")
+    parser.add_argument(
+        "--resume", metavar="auto|CHECKPOINT", help="auto: from the run's latest, if there is one"
+    )
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and exit 75 after this step")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.set_defaults(run=_train)
@@ -158,9 +167,10 @@ def _ppl(options) -> None:
     )
     result["convention"] = convention(shards, options.draws, options.seed, options.weights)
     print(
-        f"bound {result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token, ppl {result['ppl']:.2f} "
-        f"(uncut; cut at t = 1e-3: {result['nll_per_token_cut']:.4f}, ppl {result['ppl_cut']:.2f}); "
-        f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.draws} draws, {options.weights} weights"
+        f"bound {result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token, "
+        f"ppl {result['ppl']:.2f} (uncut; cut at t = 1e-3: {result['nll_per_token_cut']:.4f}, "
+        f"ppl {result['ppl_cut']:.2f}); {result['tokens']:,} tokens, {result['sequences']:,} sequences, "
+        f"{options.draws} draws, {options.weights} weights"
     )
     machine.write_result(options.json, result, checkpoint.config.as_dict())
 
@@ -189,7 +199,7 @@ def _sample(options) -> None:
     if length > model.length:
         raise UserError(f"--length {length}: the model was trained at {model.length}")
     steps = options.steps or length
-    pad = facts["tokenizer"]["pad_id"]
+    eos, pad = facts["tokenizer"]["eos_id"], facts["tokenizer"]["pad_id"]
     samples = sample(
         checkpoint.build_model(options.weights).to(_device()),
         options.num,
@@ -197,7 +207,7 @@ def _sample(options) -> None:
         steps,
         options.seed,
         model.mask_id,
-        never=() if pad is None else (pad,),
+        never=() if pad in (None, eos) else (pad,),
         batch=options.batch,
         progress=True,
     )

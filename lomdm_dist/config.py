@@ -70,9 +70,7 @@ class ObjectiveConfig(Section):
         if self.name == "mdlm" and (self.c1, self.c2) != (1.0, 0.0):
             raise ValueError(f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}")
         if not self.c1 > self.c2 >= 0:
-            raise ValueError(
-                f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}"
-            )
+            raise ValueError(f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}")
         return self
 
     @property
@@ -166,9 +164,10 @@ class Config(Section):
         rows = data_parallel * self.train.micro_batch
         if self.train.global_batch % rows:
             raise UserError(
-                f"train.global_batch {self.train.global_batch} does not divide over {data_parallel} data-parallel "
-                f"ranks x train.micro_batch {self.train.micro_batch} = {rows}: "
-                f"{self.train.global_batch} / {rows} = {self.train.global_batch / rows:.3g}; change one of the three"
+                f"train.global_batch {self.train.global_batch} does not divide over {data_parallel} "
+                f"data-parallel ranks x train.micro_batch {self.train.micro_batch} = {rows}: "
+                f"{self.train.global_batch} / {rows} = {self.train.global_batch / rows:.3g}; "
+                "change one of the three"
             )
         return self.train.global_batch // rows
 

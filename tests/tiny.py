@@ -77,6 +77,6 @@ def randomize(run: Path, out: Path) -> Checkpoint:
     generator, state = torch.Generator().manual_seed(0), {}
     for kind in ("raw", "ema"):
         for name, parameter in checkpoint.build_model(kind).named_parameters():
-            state[f"{kind}/{name}"] = 0.4 * torch.randn(parameter.numel(), generator=generator)
+            state[f"{kind}/{name}"] = 0.2 * torch.randn(parameter.numel(), generator=generator)
     dcp.save(state, checkpoint_id=out, no_dist=True)
     return Checkpoint(out)

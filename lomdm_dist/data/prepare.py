@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import zstandard
 from tqdm import tqdm
 
 from lomdm_dist import __version__
@@ -222,15 +223,8 @@ def _read_input(name: str, request: Request) -> Iterable[str]:
 def _lines(path: Path) -> Iterator[str]:
     """Lines of a text file, plain, .gz or .zst."""
     try:
-        if path.suffix == ".gz":
-            binary = gzip.open(path, "rb")
-        elif path.suffix == ".zst":
-            import zstandard
-
-            binary = zstandard.open(path, "rb")
-        else:
-            binary = open(path, "rb")
-        with binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
+        opener = {".gz": gzip.open, ".zst": zstandard.open}.get(path.suffix, open)
+        with opener(path, "rb") as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
             yield from file
     except UnicodeDecodeError as error:
         raise UserError(f"input {path} is not UTF-8 text: {error}") from None

@@ -59,9 +59,7 @@ class ShardWriter:
                 member.size = buffer.tell()
                 buffer.seek(0)
                 tar.addfile(member, buffer)
-        self.shards.append(
-            {"name": path.name, "sequences": len(self._rows), "sha256": file_sha256(path)}
-        )
+        self.shards.append({"name": path.name, "sequences": len(self._rows), "sha256": file_sha256(path)})
         self._rows = []
 
     def close(self, **facts) -> dict:
@@ -158,9 +156,13 @@ def read_manifest(folder: Path) -> dict:
         for key in ("length", "packing", "tokenizer", "sequences", "shards"):
             manifest[key]
     except FileNotFoundError:
-        raise UserError(f"no token shards in {folder} (no {MANIFEST}); make them with `lomdm prepare`") from None
+        raise UserError(
+            f"no token shards in {folder} (no {MANIFEST}); make them with `lomdm prepare`"
+        ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): prepare the data again") from None
+        raise UserError(
+            f"{path} is damaged ({type(error).__name__}: {error}): prepare the data again"
+        ) from None
     return manifest
 
 
@@ -171,6 +173,10 @@ def check_model_fits(shards: ShardSet, vocab_size: int, mask_id: int, length: in
         "model.mask_id": (mask_id, shards.tokenizer["mask_id"]),
         "model.length": (length, shards.length),
     }
-    wrong = [f"{key} is {ours}, the shards have {theirs}" for key, (ours, theirs) in found.items() if ours != theirs]
+    wrong = [
+        f"{key} is {ours}, the shards have {theirs}"
+        for key, (ours, theirs) in found.items()
+        if ours != theirs
+    ]
     if wrong:
         raise UserError(f"shards in {shards.folder} do not fit the model: {'; '.join(wrong)}")

@@ -56,7 +56,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # the library raises many kinds; each means: not a tokenizer we can load
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"cannot load tokenizer {name}: {reason}; give {' or '.join(TRAINED)} to train one, a folder, or a hub name"
+            f"cannot load tokenizer {name}: {reason}; give {' or '.join(TRAINED)} to train one, "
+            "a folder, or a hub name"
         ) from None
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {name} has no fast form; save it once with tokenizer.json")

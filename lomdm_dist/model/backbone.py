@@ -53,9 +53,7 @@ class Condition(nn.Module):
 def rotary_table(length: int, head_width: int, device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, each [L, head_width / 2], float32."""
     exponents = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
-    angles = torch.outer(
-        torch.arange(length, device=device, dtype=torch.float32), ROTARY_BASE**-exponents
-    )
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), ROTARY_BASE**-exponents)
     return angles.cos(), angles.sin()
 
 

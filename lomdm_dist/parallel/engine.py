@@ -134,9 +134,7 @@ def _zero12_piece(name: str, parameter, optimizer) -> Iterator[Piece]:
     if here is not None:
         partition = optimizer.param_groups[here.param_group_index]["params"][0]
         address = here.hp_fragment_address
-        moments = {
-            m: optimizer.state[partition][m].narrow(0, address.start, address.numel) for m in MOMENTS
-        }
+        moments = {m: optimizer.state[partition][m].narrow(0, address.start, address.numel) for m in MOMENTS}
         start = here.lp_fragment_address.start
         yield Piece(name, parameter.numel(), start, here.hp_fragment.data, moments)
 

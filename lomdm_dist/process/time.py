@@ -22,9 +22,7 @@ def stratify(uniforms: Tensor, indices: Tensor, batch: int) -> Tensor:
     return (stratum + uniforms) / batch
 
 
-def sample_time(
-    exponent: Tensor, uniforms: Tensor, rule: str, eps: float
-) -> tuple[Tensor, Tensor]:
+def sample_time(exponent: Tensor, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor, Tensor]:
     """Draw t and weight = 1 / density(t), each [B], float64, without gradient.
 
     exponent  [B, L] of the forward schedule ([B, 1] where all positions share it)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -60,14 +61,16 @@ class _FlatPiece(Tensor):
         piece.start, piece.numel_of_whole = start, numel
         return piece
 
+    def size(self, *_):
+        """Of the whole parameter: DCP compares it with what was saved."""
+        return torch.Size([self.numel_of_whole])
+
     def __create_chunk_list__(self):
         return [ChunkStorageMetadata(torch.Size([self.start]), torch.Size([len(self)]))]
 
     def __create_write_items__(self, name, _):
         (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(
-            chunk, TensorProperties(dtype=self.dtype), torch.Size([self.numel_of_whole])
-        )
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size([self.numel_of_whole]))
         return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, _):
@@ -198,8 +201,6 @@ class Checkpoint:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # DCP warns that it reads in one process: meant so
                 dcp.load(state, checkpoint_id=self.folder, no_dist=True)
-        except Exception as error:  # DCP wraps what went wrong on a rank in errors of its own
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
             raise UserError(f"checkpoint {self.folder} is damaged ({reason}); use an older one") from None
-
-

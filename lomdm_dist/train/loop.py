@@ -74,9 +74,7 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) ->
     if checkpoint.state["data"]["tokenizer"] != train.tokenizer:
         different.append("the tokenizer of the shards is another")
     if different:
-        raise UserError(
-            f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}"
-        )
+        raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
 
 
 class StopRequest:
@@ -176,9 +174,7 @@ class Run:
     def step(self, step: int) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        set_learning_rates(
-            self.engine, learning_rates(config.optim, step, config.objective.learned)
-        )
+        set_learning_rates(self.engine, learning_rates(config.optim, step, config.objective.learned))
         # dropout is PyTorch's own: seeded by step and rank, so that a resume repeats it
         torch.manual_seed(hash((config.train.seed, step, grid.data_rank)) % 2**63)
         self.engine.train()
@@ -223,9 +219,7 @@ class Run:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
         self.engine.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
-        bound = estimate_bound(
-            self.engine, self.valid, self.config, np.arange(count), grid=self.grid
-        )
+        bound = estimate_bound(self.engine, self.valid, self.config, np.arange(count), grid=self.grid)
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
@@ -241,8 +235,8 @@ class Run:
     def _heading(self) -> str:
         train, objective = self.config.train, self.config.objective
         return (
-            f"{objective.name}, {self.parameters:,} parameters, {train.precision}, ZeRO {self.config.parallel.zero_stage}, "
-            f"{self.grid.device.type} x {world_size()}; global batch {train.global_batch} = {self.grid.data_size} ranks "
-            f"x {self.accumulation} x micro-batch {train.micro_batch}; {len(self.data):,} sequences; "
-            f"from step {self.progress.step}"
+            f"{objective.name}, {self.parameters:,} parameters, {train.precision}, "
+            f"ZeRO {self.config.parallel.zero_stage}, {self.grid.device.type} x {world_size()}; "
+            f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
+            f"x micro-batch {train.micro_batch}; {len(self.data):,} sequences; from step {self.progress.step}"
         )

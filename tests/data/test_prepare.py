@@ -12,12 +12,16 @@ from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.data.tokenizer import encode, load_tokenizer
 from lomdm_dist.errors import UserError
 
-TEXTS = [f"document {i}: the quick brown fox number {i * i} jumps [MASK] over <|endoftext|> it" for i in range(60)]
+TEXTS = [
+    f"document {i}: the quick brown fox number {i * i} jumps [MASK] over <|endoftext|> it" for i in range(60)
+]
 CORPORA = Path(os.environ.get("LOMDM_CORPORA", Path(__file__).parents[3] / "shared/corpora"))
 
 
 def request(path, **changes) -> Request:
-    return Request(**({"inputs": (str(path),), "tokenizer": "bpe", "length": 16, "vocab_size": 300} | changes))
+    return Request(
+        **({"inputs": (str(path),), "tokenizer": "bpe", "length": 16, "vocab_size": 300} | changes)
+    )
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def test_padded_sequences_hold_one_document_each(corpus, tmp_path):
     tokenizer = load_tokenizer(tmp_path / "out/tokenizer")
     rows = shards.rows(np.arange(len(shards)))
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}) == 3
-    x, valid = shards.batch(np.arange(len(shards)), "cpu")
+    _, valid = shards.batch(np.arange(len(shards)), "cpu")
     assert valid.sum().item() == shards.manifest["tokens"]
     for row, real in zip(rows, valid.numpy(), strict=True):
         text = tokenizer.decode(row[real][:-1])
@@ -75,7 +79,8 @@ def test_the_same_request_is_reused_and_gives_the_same_bytes_elsewhere(corpus, t
 
 
 @pytest.mark.parametrize(
-    "change", [{"length": 8}, {"vocab_size": 310}, {"packing": "padded"}, {"tokenizer": "wordpiece", "vocab_size": 60}]
+    "change",
+    [{"length": 8}, {"vocab_size": 310}, {"packing": "padded"}, {"tokenizer": "wordpiece", "vocab_size": 60}],
 )
 def test_another_request_never_overwrites(corpus, tmp_path, change):
     prepare(request(corpus), tmp_path / "out")

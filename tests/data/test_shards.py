@@ -57,7 +57,10 @@ def flip(path):
     [
         (lambda f: (f / "00001.tar").unlink(), "00001.tar is missing"),
         (lambda f: flip(f / "00002.tar"), "00002.tar is cut short or altered"),
-        (lambda f: (f / "00000.tar").write_bytes((f / "00000.tar").read_bytes()[:700]), "00000.tar is cut short"),
+        (
+            lambda f: (f / "00000.tar").write_bytes((f / "00000.tar").read_bytes()[:700]),
+            "00000.tar is cut short",
+        ),
         (lambda f: (f / "00000.tar").write_bytes(b""), "00000.tar is cut short"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is damaged"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is damaged"),
@@ -75,7 +78,9 @@ def test_damage_names_the_file(folder, damage, message, verify):
 
 def test_shards_of_another_model_are_refused(folder):
     check_model_fits(ShardSet(folder), 70_000, 1, LENGTH)
-    with pytest.raises(UserError, match=r"model.vocab_size is 50258, the shards have 70000; model.length is 8"):
+    with pytest.raises(
+        UserError, match=r"model.vocab_size is 50258, the shards have 70000; model.length is 8"
+    ):
         check_model_fits(ShardSet(folder), 50_258, 1, 8)
 
 

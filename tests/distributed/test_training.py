@@ -12,7 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["model.width=32", "model.blocks=2", "model.heads=2", "model.length=16", "model.vocab_size=300"]
-FAST = ["train.log_every=1", "train.valid_every=0", "optim.heads_learning_rate=0.03", "optim.warmup_steps=3"]
+FAST = [
+    "train.log_every=1",
+    "train.valid_every=0",
+    "optim.heads_learning_rate=5e-3",
+    "optim.warmup_steps=3",
+    "optim.learning_rate=1e-3",
+]
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +31,14 @@ def command(processes: int, *arguments) -> list[str]:
     train = ["train.py", "--config", "configs/demo.yaml", *map(str, arguments)]
     if processes == 1:
         return [sys.executable, *train]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     return [*torchrun, *train]
 
 
@@ -56,26 +69,34 @@ def curve(run: Path, key: str = "loss") -> dict[int, float]:
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, base):
-    """25 undisturbed steps on one process."""
+    """25 undisturbed steps on two processes."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    finish(start(1, *base, "train.steps=25", f"train.run={run}"))
+    finish(start(2, *base, "train.steps=25", f"train.run={run}"))
     return run
 
 
 def assert_same(ours: dict, theirs: dict, steps, tolerance: float):
-    assert [ours[s] for s in steps] == pytest.approx([theirs[s] for s in steps], abs=tolerance)
+    assert [ours[s] for s in steps] == pytest.approx([theirs[s] for s in steps], rel=tolerance)
+
+
+def test_one_process_has_the_losses_of_two(tmp_path, base, whole_run):
+    run = tmp_path / "run"
+    finish(start(1, *base, "train.steps=10", f"train.run={run}"))
+    ours, theirs = curve(run), curve(whole_run)
+    assert all(abs(ours[step] - theirs[step]) < 1e-4 for step in range(1, 11))
 
 
 def test_losses_move(whole_run):
     losses = curve(whole_run)
     assert losses[1] == pytest.approx(5.7, abs=0.3) and losses[25] < losses[1] - 0.05
-    assert curve(whole_run, "exponent_std")[25] > 0.01 and curve(whole_run, "velocity")[25] > 0
+    assert max(curve(whole_run, "exponent_std").values()) > 1e-3
+    assert max(curve(whole_run, "velocity").values()) > 0
 
 
 def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, base, whole_run):
-    """Two processes have one process's losses; SIGKILL after step 15, then resumed on two."""
+    """SIGKILL after step 15; the resumed run's curves are the undisturbed run's, and none is logged twice."""
     run = tmp_path / "run"
-    options = [*base, "train.steps=25", "train.save_every=15", f"train.run={run}", "train.micro_batch=4"]
+    options = [*base, "train.steps=25", "train.save_every=15", f"train.run={run}"]
     process = start(2, *options)
     metrics = run / "metrics.jsonl"
     deadline = time.time() + 120
@@ -85,13 +106,11 @@ def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, ba
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert (run / "latest").read_text() == "step-15\n"
-    assert_same(curve(run), curve(whole_run), range(1, 11), 1e-4)
-
     refused = start(2, *options)
     assert "continue it with --resume auto" in refused.communicate(timeout=60)[0]
     finish(start(2, *options, "--resume", "auto"))
     for key in ("loss", "grad_norm", "lr", "lr_heads", "tokens", "exponent_std"):
-        assert_same(curve(run, key), curve(whole_run, key), range(1, 26), 1e-4)
+        assert_same(curve(run, key), curve(whole_run, key), range(1, 26), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +137,7 @@ def test_bf16_follows_fp32(tmp_path, base, whole_run, stage):
     run = tmp_path / "run"
     bf16 = ["train.precision=bf16", f"parallel.zero_stage={stage}", "train.micro_batch=4", "train.steps=4"]
     finish(start(1, *base, *bf16, f"train.run={run}"))
-    for key, tolerance in (("loss", 3e-3), ("grad_norm", 2e-2)):
+    for key, tolerance in (("loss", 1e-3), ("grad_norm", 2e-2)):
         assert_same(curve(run, key), curve(whole_run, key), range(1, 5), tolerance)
 
 

@@ -34,7 +34,15 @@ PARAMETERS = {
 
 def tiny_config(**overrides) -> Config:
     values = {
-        "model": dict(vocab_size=11, mask_id=4, length=8, width=16, blocks=2, heads=2, dropout=0.0),
+        "model": {
+            "vocab_size": 11,
+            "mask_id": 4,
+            "length": 8,
+            "width": 16,
+            "blocks": 2,
+            "heads": 2,
+            "dropout": 0.0,
+        },
         "objective": {"name": "lomdm"},
         "data": {"train": "x", "valid": "x"},
         "train": {"run": "x", "steps": 1, "global_batch": 4, "micro_batch": 4},
@@ -60,7 +68,9 @@ def noise(config: Config, batch: int, t: float | None = None) -> Noise:
     if t is not None:
         time[:, 0] = t
     shape = (batch, config.model.length)
-    masks = [torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(config.objective.samples)]
+    masks = [
+        torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(config.objective.samples)
+    ]
     return Noise(time, masks)
 
 
@@ -78,10 +88,17 @@ def test_each_config_builds_with_its_parameter_count(name):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("owt", 169_627_218), ("lm1b", 139_292_986), ("ablation_512", 59_831_866), ("ablation_1024", 384_037_946)],
+    [
+        ("owt", 169_627_218),
+        ("lm1b", 139_292_986),
+        ("ablation_512", 59_831_866),
+        ("ablation_1024", 384_037_946),
+    ],
 )
 def test_mdlm_parameter_counts(name, expected):
-    config = load_config(CONFIGS / f"{name}.yaml", ["objective.name=mdlm", "objective.c1=1", "objective.c2=0"])
+    config = load_config(
+        CONFIGS / f"{name}.yaml", ["objective.name=mdlm", "objective.c1=1", "objective.c2=0"]
+    )
     with torch.device("meta"):
         model = LoMDM(config.model, config.objective)
     assert sum(p.numel() for p in model.parameters()) == expected
