@@ -16,11 +16,14 @@ from pathlib import Path
 
 import torch
 
+from lomdm_dist.config import load_config
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 DATA, RUN, CONFIG = Path("data/demo"), Path("runs/demo"), "configs/demo.yaml"
 CORPUS, EXPORT, CURVE = Path("data/demo.jsonl"), RUN / "export-hf", RUN / "curve.png"
-STEPS, STOP = 800, 400  # the steps of configs/demo.yaml, and where the run is stopped once
+STEPS = load_config(ROOT / CONFIG).train.steps
+STOP = STEPS // 2  # the run is stopped here once, and resumed
 REQUEUE = 75  # the exit status of a run that was stopped on request and has saved
 
 LOAD_BACK = """
@@ -39,8 +42,8 @@ print(json.dumps({"parameters": model.num_parameters(), "rank": rank, "vocab": l
 """
 
 
-def run(*command, expect: int = 0) -> str:
-    """Run a command of the environment, showing it first; returns what LOAD_BACK-like children print."""
+def run(*command, expect: int = 0) -> None:
+    """Show a command and run it from this environment; another exit status than `expect` ends the demo."""
     print(f"\n$ {shlex.join(str(part) for part in command)}", flush=True)
     program = BIN / str(command[0])
     result = subprocess.run([str(program if program.exists() else command[0]), *map(str, command[1:])])
@@ -141,8 +144,11 @@ def main() -> None:
         train("--resume", "auto", "--stop-after", STOP, expect=REQUEUE)
     if new["run"]:
         train("--resume", "auto")
+    if new["run"] or not CURVE.exists():
         draw_curve()
+    if new["run"] or not (RUN / "ppl.json").exists():
         run("lomdm", "eval", "ppl", "--checkpoint", RUN, "--data", DATA / "valid", "--json", RUN / "ppl.json")
+    if new["run"] or not (RUN / "samples.json").exists():
         run("lomdm", "sample", "--checkpoint", RUN, "--num", 4, "--json", RUN / "samples.json")
     new["export"] = not EXPORT.exists()
     if new["export"]:

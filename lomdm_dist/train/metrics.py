@@ -57,7 +57,8 @@ class Reporter:
             return
         path = config.train.run / "metrics.jsonl"
         _keep_until(path, resumed_at)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115; by line: a killed run loses none
+        # written line by line, so that a killed run loses none
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115
         if config.wandb.mode != "disabled":
             self._wandb = _start_wandb(config)
 

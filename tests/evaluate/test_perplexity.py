@@ -1,0 +1,113 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lomdm_dist.cli import main
+from lomdm_dist.config import load_config
+from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.evaluate.perplexity import estimate_bound
+from lomdm_dist.model import LoMDM
+from lomdm_dist.train.checkpoint import Checkpoint
+from tests.tiny import prepare_tiny, randomize
+
+
+@pytest.fixture(scope="module")
+def random_run(trained_run, tmp_path_factory):
+    return randomize(trained_run.run, tmp_path_factory.mktemp("random") / "run").folder
+
+
+@pytest.fixture(scope="module")
+def model(random_run):
+    return Checkpoint(random_run).build_model()
+
+
+def bound(model, run, data, count=21, split="valid", **options):
+    return estimate_bound(
+        model, ShardSet(data / split), load_config(run / "config.yaml"), np.arange(count), **options
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_neither_batch_size_nor_order_changes_the_number(model, trained_run, batch):
+    first = bound(model, trained_run.run, trained_run.data, batch=7)
+    again = bound(model, trained_run.run, trained_run.data, batch=batch)
+    assert again["nll_per_token"] == pytest.approx(first["nll_per_token"], rel=1e-6)
+    assert again["sequences"] == 21 and again["tokens"] == 21 * 16
+
+
+class Ranks:
+    """Stands in for the grid: collects the sums of each rank instead of reducing them."""
+
+    def __init__(self, rank, size, collected):
+        self.data_rank, self.data_size, self.device, self.collected = rank, size, "cpu", collected
+
+    def sum(self, values):
+        self.collected.append(values)
+        return sum(self.collected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_number_does_not_depend_on_the_ranks(model, trained_run, size):
+    """21 sequences on 2 and 4 ranks: none twice, none lost."""
+    alone = bound(model, trained_run.run, trained_run.data)
+    collected = []
+    for rank in range(size):
+        shared = bound(model, trained_run.run, trained_run.data, batch=4, grid=Ranks(rank, size, collected))
+    for key, value in alone.items():
+        assert shared[key] == pytest.approx(value, rel=1e-6), key
+
+
+def test_standard_error_is_that_of_the_draws(model, trained_run):
+    """Over 40 seeds the estimates scatter by no more than their own standard error, and around one mean."""
+    results = [bound(model, trained_run.run, trained_run.data, seed=seed) for seed in range(40)]
+    estimates = np.array([r["nll_per_token"] for r in results])
+    error = np.mean([r["standard_error"] for r in results])
+    assert 0 < estimates.std() < 1.3 * error
+    many = bound(model, trained_run.run, trained_run.data, draws=40, seed=99)
+    assert abs(many["nll_per_token"] - estimates.mean()) < 4 * estimates.std() / math.sqrt(40) * 1.5
+    assert many["standard_error"] < error
+
+
+def test_a_new_model_has_the_perplexity_of_a_guess(trained_run):
+    """CE is ln(V - 1) everywhere and A = hatA: the uncut bound is ln(V - 1), the cut one too low."""
+    config = load_config(trained_run.run / "config.yaml")
+    new = LoMDM(config.model, config.objective).eval()
+    result = bound(new, trained_run.run, trained_run.data, 400, split="train", draws=8)
+    assert abs(result["nll_per_token"] - math.log(299)) < 4 * result["standard_error"]
+    kept = 1 - 1e-3**0.7
+    assert result["nll_per_token_cut"] == pytest.approx(kept * math.log(299), rel=0.02)
+    assert result["ppl"] == pytest.approx(math.exp(result["nll_per_token"]))
+
+
+def test_the_command_follows_its_contract(random_run, trained_run, tmp_path, capsys):
+    out = tmp_path / "ppl.json"
+    main(
+        ["eval", "ppl", "--checkpoint", str(random_run), "--data", str(trained_run.data / "valid")]
+        + ["--preset", "bound", "--draws", "2", "--json", str(out)]
+    )
+    result = json.loads(out.read_text())
+    fields = {"nll_per_token", "standard_error", "ppl", "tokens", "sequences", "convention"}
+    assert fields | {"command", "versions", "machine", "config"} <= result.keys()
+    assert f"ppl {result['ppl']:.2f}" in capsys.readouterr().out
+    assert result["convention"]["draws"] == 2 and result["convention"]["split"] == "valid"
+
+
+def test_data_of_another_kind_is_refused(trained_run, tmp_path, capsys):
+    padded = prepare_tiny(tmp_path / "padded", packing="padded")
+    for data, message in (
+        (padded / "valid", "their perplexities do not compare"),
+        (tmp_path, "no token shards in"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", "ppl", "--checkpoint", str(trained_run.run), "--data", str(data)])
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith("error: ") and message in said
+
+
+def test_gradients_are_off(model, trained_run):
+    bound(model, trained_run.run, trained_run.data, 4)
+    assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
