@@ -33,7 +33,7 @@ setup(
         "zstandard",
     ],
     extras_require={
-        "dev": ["hypothesis", "matplotlib", "pytest", "ruff"],
+        "dev": ["hypothesis", "matplotlib", "pytest", "ruff", "scipy"],
         "gpu": ["flash-attn", "triton"],
         "wandb": ["wandb"],
         "eval": ["datasets"],

@@ -84,10 +84,8 @@ def test_a_new_model_has_the_perplexity_of_a_guess(trained_run):
 
 def test_the_command_follows_its_contract(random_run, trained_run, tmp_path, capsys):
     out = tmp_path / "ppl.json"
-    main(
-        ["eval", "ppl", "--checkpoint", str(random_run), "--data", str(trained_run.data / "valid")]
-        + ["--preset", "bound", "--draws", "2", "--json", str(out)]
-    )
+    where = ["--checkpoint", str(random_run), "--data", str(trained_run.data / "valid")]
+    main(["eval", "ppl", *where, "--preset", "bound", "--draws", "2", "--json", str(out)])
     result = json.loads(out.read_text())
     fields = {"nll_per_token", "standard_error", "ppl", "tokens", "sequences", "convention"}
     assert fields | {"command", "versions", "machine", "config"} <= result.keys()
