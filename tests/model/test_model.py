@@ -21,7 +21,7 @@ def head_parameters(width: int, condition: int = 128) -> int:
 
 
 PARAMETERS = {
-    "demo": 1_697_282,
+    "demo": 1_101_122,
     "lm1b": 139_292_986 + head_parameters(768),
     "lm1b_unpacked": 139_292_986 + head_parameters(768),
     "owt": 169_627_218 + head_parameters(768),

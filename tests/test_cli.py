@@ -1,0 +1,146 @@
+"""Mistakes at the command line: one clear line, exit status 2, no traceback, nothing overwritten."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lomdm_dist.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def mistake(capsys, *arguments, command=None) -> str:
+    """The line that a mistake prints."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments], default_command=command)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("error: ") and "Traceback" not in "".join(said)
+    return said[-1]
+
+
+def snapshot(folder: Path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def copy(trained_run, tmp_path):
+    """The trained run and its data, free to be damaged."""
+    run, data = (Path(shutil.copytree(p, tmp_path / p.name)) for p in trained_run)
+    return run, data
+
+
+def train_options(run: Path, data: Path, *more) -> list:
+    overrides = [f"train.run={run}", f"data.train={data / 'train'}", f"data.valid={data / 'valid'}"]
+    return ["--config", run / "config.yaml", *overrides, *more]
+
+
+def test_train_py_names_the_nearest_key_and_exits_2():
+    command = [sys.executable, "train.py", "--config", "configs/demo.yaml", "optim.lerning_rate=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert "did you mean optim.learning_rate?" in done.stderr and len(done.stderr.splitlines()) == 1
+    with_traceback = subprocess.run([*command, "--debug"], cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" in with_traceback.stderr
+
+
+def test_a_run_is_never_started_over(trained_run, capsys):
+    before = snapshot(trained_run.run)
+    said = mistake(capsys, *train_options(*trained_run, "train.steps=9"), command="train")
+    assert "continue it with --resume auto" in said and snapshot(trained_run.run) == before
+
+
+def test_a_finished_run_has_nothing_to_do(trained_run, capsys):
+    before = snapshot(trained_run.run)
+    main([str(o) for o in train_options(*trained_run, "--resume", "auto")], default_command="train")
+    assert "nothing to do" in capsys.readouterr().out and snapshot(trained_run.run) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.blocks=3", "model.blocks was 2, is 3"),
+        ("model.width=64", "model.width was 32, is 64"),
+        ("objective.c2=0.5", "objective.c2 was 0.65, is 0.5"),
+        ("train.global_batch=16", "train.global_batch was 8, is 16"),
+        ("model.length=32", "model.length is 32, the shards have 16"),
+        ("model.vocab_size=301", "model.vocab_size is 301, the shards have 300"),
+        ("train.micro_batch=3", "global_batch 8 is not a multiple of micro_batch 3"),
+        ("data.valid=nowhere", "no token shards in nowhere"),
+    ],
+)
+def test_what_cannot_continue_is_refused(trained_run, capsys, override, message):
+    options = train_options(*trained_run, "train.steps=9", override, "--resume", "auto")
+    assert message in mistake(capsys, *options, command="train")
+
+
+def test_shards_of_another_tokenizer_are_refused(copy, capsys):
+    run, data = copy
+    for split in ("train", "valid"):
+        manifest = json.loads((data / split / "manifest.json").read_text())
+        manifest["tokenizer"]["sha256"] = "0" * 64
+        (data / split / "manifest.json").write_text(json.dumps(manifest))
+    options = train_options(run, data, "train.steps=9", "--resume", "auto")
+    assert "the tokenizer of the shards is another" in mistake(capsys, *options, command="train")
+    said = mistake(capsys, "eval", "ppl", "--checkpoint", run, "--data", data / "valid")
+    assert "was made with another tokenizer" in said
+
+
+def test_damaged_shards_are_refused_before_training(copy, capsys):
+    run, data = copy
+    shard = data / "train/00000.tar"
+    shard.write_bytes(shard.read_bytes()[:-3000])
+    said = mistake(capsys, *train_options(run, data, "train.steps=9", "--resume", "auto"), command="train")
+    assert str(shard) in said and "cut short or altered" in said
+
+
+def damage(checkpoint: Path, name: str):
+    path = next(checkpoint.glob(name))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("name", [".metadata", "*.distcp", "state.json", "config.yaml"])
+def test_damaged_checkpoints_say_so(copy, capsys, name):
+    run, data = copy
+    damage(run / "checkpoints/step-8", name)
+    said = mistake(capsys, "sample", "--checkpoint", run)
+    assert "step-8" in said
+    said = mistake(capsys, "convert", "to-hf", run, run.parent / "export")
+    assert "step-8" in said and not (run.parent / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda run: shutil.rmtree(run / "checkpoints/step-8"), "names step-8, but there is no"),
+        (lambda run: (run / "latest").unlink(), "give a run folder or one of its checkpoints"),
+    ],
+)
+def test_missing_checkpoints_say_so(copy, capsys, broken, message):
+    broken(copy[0])
+    assert message in mistake(capsys, "sample", "--checkpoint", copy[0])
+
+
+def test_every_process_but_the_first_is_silent(capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--config", "nowhere.yaml"], default_command="train")
+    assert stopped.value.code == 2 and not capsys.readouterr().err
+
+
+def test_prepare_and_convert_follow_their_contract(trained_run, tmp_path):
+    (tmp_path / "a.txt").write_text("\n\n".join(f"A line of text, number {i}." for i in range(200)))
+    options = ["--tokenizer", "bpe", "--vocab-size", "300", "--length", "8", "--valid-fraction", "0.2"]
+    out, result = tmp_path / "out", tmp_path / "result.json"
+    main(["prepare", "text", "--input", str(tmp_path / "a.txt"), "--out", str(out), *options, "--json", str(result)])
+    about = {"command", "versions", "machine", "config"}
+    assert {"sequences", "tokens", "documents", "shards"} | about <= json.loads(result.read_text()).keys()
+    main(["convert", "to-hf", str(trained_run.run), str(tmp_path / "hf"), "--json", str(result)])
+    converted = json.loads(result.read_text())
+    assert {"max_logit_difference", "parameters"} | about <= converted.keys()
+    assert converted["max_logit_difference"] < 1e-5
