@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 folder = sys.argv[1]
 model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("Return a new list containing all items", return_tensors="pt").input_ids
 hidden = ids.shape[1] // 2
 truth, ids[0, hidden] = ids[0, hidden].item(), tokenizer.mask_token_id

@@ -137,7 +137,19 @@ def test_prepare_and_convert_follow_their_contract(trained_run, tmp_path):
     (tmp_path / "a.txt").write_text("\n\n".join(f"A line of text, number {i}." for i in range(200)))
     options = ["--tokenizer", "bpe", "--vocab-size", "300", "--length", "8", "--valid-fraction", "0.2"]
     out, result = tmp_path / "out", tmp_path / "result.json"
-    main(["prepare", "text", "--input", str(tmp_path / "a.txt"), "--out", str(out), *options, "--json", str(result)])
+    main(
+        [
+            "prepare",
+            "text",
+            "--input",
+            str(tmp_path / "a.txt"),
+            "--out",
+            str(out),
+            *options,
+            "--json",
+            str(result),
+        ]
+    )
     about = {"command", "versions", "machine", "config"}
     assert {"sequences", "tokens", "documents", "shards"} | about <= json.loads(result.read_text()).keys()
     main(["convert", "to-hf", str(trained_run.run), str(tmp_path / "hf"), "--json", str(result)])

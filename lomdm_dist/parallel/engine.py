@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ def start_engine(model: nn.Module, optimizer: torch.optim.AdamW, config: Config,
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if grid.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it warns that it looked in vain
     import deepspeed
 
     _use_plain_gloo(deepspeed)

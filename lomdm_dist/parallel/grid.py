@@ -74,7 +74,7 @@ def process_grid():
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
         names = _DeepSpeedNames(parallel_state)
