@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -78,12 +79,12 @@ def draw_curve() -> None:
 
     rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    for key, label, style in (
-        ("loss", "training, one batch", "-"),
-        ("valid_nll_per_token", "validation", "o-"),
-    ):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1)
+    steps, losses = zip(*((row["step"], row["loss"]) for row in rows if "loss" in row), strict=True)
+    smooth = [statistics.mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+    valid = [(row["step"], row["valid_nll_per_token"]) for row in rows if "valid_nll_per_token" in row]
+    axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+    axes.plot(steps, smooth, color="tab:blue", label="training, mean of 10 logged steps")
+    axes.plot(*zip(*valid, strict=True), "o-", color="tab:orange", label="validation", markersize=4)
     axes.axvline(STOP, color="gray", linestyle=":", label="stopped and resumed")
     axes.set(
         xlabel="step",

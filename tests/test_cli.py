@@ -106,7 +106,7 @@ def damage(checkpoint: Path, name: str):
 
 @pytest.mark.parametrize("name", [".metadata", "*.distcp", "state.json", "config.yaml"])
 def test_damaged_checkpoints_say_so(copy, capsys, name):
-    run, data = copy
+    run, _ = copy
     damage(run / "checkpoints/step-8", name)
     said = mistake(capsys, "sample", "--checkpoint", run)
     assert "step-8" in said
