@@ -186,9 +186,8 @@ def _sample_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _sample(options) -> None:
-    from transformers import AutoTokenizer
-
     from lomdm_dist import machine
+    from lomdm_dist.data.tokenizer import load_tokenizer
     from lomdm_dist.sample import sample
     from lomdm_dist.train.checkpoint import Checkpoint
 
@@ -211,7 +210,7 @@ def _sample(options) -> None:
         batch=options.batch,
         progress=True,
     )
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder / "tokenizer")
+    tokenizer = load_tokenizer(checkpoint.folder / "tokenizer")
     texts = tokenizer.batch_decode(samples.token_ids)
     for i, text in enumerate(texts):
         print(f"--- sample {i}\n{text}")

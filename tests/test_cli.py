@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lomdm_dist.cli import main
+from lomdm_dist.data.prepare import Request, prepare
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,16 +80,31 @@ def test_what_cannot_continue_is_refused(trained_run, capsys, override, message)
     assert message in mistake(capsys, *options, command="train")
 
 
-def test_shards_of_another_tokenizer_are_refused(copy, capsys):
-    run, data = copy
-    for split in ("train", "valid"):
-        manifest = json.loads((data / split / "manifest.json").read_text())
-        manifest["tokenizer"]["sha256"] = "0" * 64
-        (data / split / "manifest.json").write_text(json.dumps(manifest))
-    options = train_options(run, data, "train.steps=9", "--resume", "auto")
+@pytest.fixture(scope="session")
+def other_data(tmp_path_factory):
+    """Shards like those of `trained_run`, but for the text that the tokenizer was trained on."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "text.txt").write_text("\n\n".join(f"Quite other words, {i} of them." for i in range(400)))
+    prepare(Request((str(folder / "text.txt"),), "bpe", 16, 300), folder / "data")
+    return folder / "data"
+
+
+def test_shards_of_another_tokenizer_are_refused(trained_run, other_data, capsys):
+    options = train_options(trained_run.run, other_data, "train.steps=9", "--resume", "auto")
     assert "the tokenizer of the shards is another" in mistake(capsys, *options, command="train")
-    said = mistake(capsys, "eval", "ppl", "--checkpoint", run, "--data", data / "valid")
+    said = mistake(capsys, "eval", "ppl", "--checkpoint", trained_run.run, "--data", other_data / "valid")
     assert "was made with another tokenizer" in said
+
+
+@pytest.mark.parametrize("state", ["missing", "another"])
+def test_a_tokenizer_that_is_not_the_shards_is_refused_before_training(copy, other_data, capsys, state):
+    run, data = copy
+    shutil.rmtree(data / "tokenizer")
+    if state == "another":
+        shutil.copytree(other_data / "tokenizer", data / "tokenizer")
+    message = {"missing": "cannot load tokenizer", "another": "is not the one that the shards"}[state]
+    options = train_options(run, data, "train.steps=9", "--resume", "auto")
+    assert message in mistake(capsys, *options, command="train")
 
 
 def test_damaged_shards_are_refused_before_training(copy, capsys):
@@ -104,7 +120,9 @@ def damage(checkpoint: Path, name: str):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("name", [".metadata", "*.distcp", "state.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", [".metadata", "*.distcp", "state.json", "config.yaml", "tokenizer/tokenizer.json"]
+)
 def test_damaged_checkpoints_say_so(copy, capsys, name):
     run, _ = copy
     damage(run / "checkpoints/step-8", name)

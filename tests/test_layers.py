@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "parallel": {"parallel", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "sample": {"sample", "process", "model"},
-    "convert": {"convert", "model", "process", "train", "config", "errors"},
+    "convert": {"convert", "model", "process", "train", "data", "config", "errors"},
 }
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.hf.modeling_lomdm import LomdmForMaskedLM
+from lomdm_dist.data.tokenizer import load_tokenizer
 from lomdm_dist.errors import UserError
 from lomdm_dist.model import LoMDM
 from lomdm_dist.train.checkpoint import Checkpoint
@@ -75,7 +76,7 @@ def _write_model(model: LoMDM, config: LomdmConfig, folder: Path) -> None:
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """The checkpoint's tokenizer, in words that `transformers` 4 and 5 read."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder / "tokenizer")
+    tokenizer = load_tokenizer(checkpoint.folder / "tokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a batch needs some; attention_mask tells it from text
     tokenizer.model_max_length = checkpoint.config.model.length

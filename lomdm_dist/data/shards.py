@@ -95,6 +95,11 @@ class ShardSet:
         return int(self._starts[-1])
 
     @property
+    def tokenizer_folder(self) -> Path:
+        """Where `lomdm prepare` put the tokenizer: beside the splits."""
+        return self.folder.parent / "tokenizer"
+
+    @property
     def pad_id(self) -> int | None:
         """The id of padding, None where the sequences are packed full."""
         return self.tokenizer["pad_id"] if self.manifest["packing"] == "padded" else None

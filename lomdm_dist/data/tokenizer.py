@@ -84,6 +84,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
     return [e.ids for e in backend.encode_batch_fast(documents, add_special_tokens=False)]
 
 
+def check_tokenizer(folder: Path, expected: dict) -> None:
+    """Refuse a tokenizer folder that is not the one a manifest describes. Raises UserError."""
+    if describe(load_tokenizer(folder)) != expected:
+        raise UserError(
+            f"the tokenizer in {folder} is not the one that the shards beside it were made with: "
+            "put the right one back, or prepare the data again"
+        )
+
+
 def describe(tokenizer: PreTrainedTokenizerFast) -> dict:
     """What a manifest and a checkpoint say of the tokenizer; the hash is of its whole definition."""
     definition = tokenizer.backend_tokenizer.to_str().encode()

@@ -13,6 +13,7 @@ from lomdm_dist import machine
 from lomdm_dist.config import Config
 from lomdm_dist.data.order import ShuffledOrder
 from lomdm_dist.data.shards import ShardSet, check_model_fits
+from lomdm_dist.data.tokenizer import check_tokenizer
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
@@ -45,6 +46,9 @@ def open_inputs(config: Config, resume: str | None) -> Inputs:
         shards.append(opened)
     if shards[0].tokenizer != shards[1].tokenizer:
         raise UserError(f"{config.data.train} and {config.data.valid} were made with different tokenizers")
+
+    if rank() == 0:
+        check_tokenizer(shards[0].tokenizer_folder, shards[0].tokenizer)
 
     started = (config.train.run / LATEST).exists()
     if started and resume is None:
@@ -143,37 +147,28 @@ class Run:
     def train(self, stop: StopRequest, stop_after: int) -> dict:
         train, reporter = self.config.train, self.reporter
         reporter.say(self._heading())
-        clock, last, loss = time.perf_counter(), self.progress, math.nan
-        for step in range(self.progress.step, train.steps):
-            sums = self.step(step)
-            asked = self.grid.sum(torch.tensor([float(stop.asked)])).item() > 0
-            done = step + 1
-            tokens = self.progress.tokens + round(sums["tokens"])
-            self.progress = Progress(done, self.progress.sequences + train.global_batch, tokens)
-            loss = sums["bound"] / sums["tokens"]
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss of step {done} is {loss}; the last checkpoint is kept")
-
-            if done % train.log_every == 0 or done == train.steps:
-                now = time.perf_counter()
-                metrics = self._metrics(sums, now - clock, last)
-                reporter.report(metrics)
-                reporter.progress(metrics, (now - clock) / (done - last.step))
-                clock, last = now, self.progress
+        self.clock, self.logged = time.perf_counter(), self.progress
+        sums = {}
+        while (step := self.progress.step) < train.steps:
+            sums = self.step(step, stop)
+            self._count(sums)
+            done, last = step + 1, step + 1 == train.steps
+            if done % train.log_every == 0 or last:
+                self._log(sums)
             aside = time.perf_counter()
             if train.valid_every and done % train.valid_every == 0:
                 self._validate()
-            stopping = done < train.steps and (asked or done == stop_after)
-            if stopping or done % train.save_every == 0 or done == train.steps:
-                folder = self.save()
-                reporter.say(f"saved {folder}")
-            clock += time.perf_counter() - aside  # the speed is that of training alone
+            stopping = not last and (sums["asked"] > 0 or done == stop_after)
+            if stopping or last or done % train.save_every == 0:
+                reporter.say(f"saved {self.save()}")
+            self.clock += time.perf_counter() - aside  # the speed is that of training alone
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
                 raise StoppedOnRequest
+        loss = sums["bound"] / sums["tokens"]
         return {"steps": train.steps, "loss": loss, "tokens": self.progress.tokens, "reused": False}
 
-    def step(self, step: int) -> dict[str, float]:
+    def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         config, grid, micro = self.config, self.grid, self.config.train.micro_batch
         set_learning_rates(self.engine, learning_rates(config.optim, step, config.objective.learned))
@@ -183,23 +178,43 @@ class Run:
         sums = StepSums()
         for k in range(self.accumulation):
             first = (grid.data_rank * self.accumulation + k) * micro
-            indices = torch.arange(first, first + micro)
             x, valid = self._sequences(step, first, micro)
-            noise = draw_noise(config, step, indices, grid.device)
+            noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
             loss, stats = self.engine(two_sample_loss, x, valid, noise, config)
             self.engine.backward(loss)
             self.gradient_norm = take_step(self.engine)
             sums.add(stats)
         self.average.update()
+        sums.add({"asked": torch.tensor(stop.asked)})
         return sums.reduced(grid)
+
+    def _count(self, sums: dict[str, float]) -> None:
+        """Move on by one step, unless its numbers are not numbers."""
+        done = self.progress.step + 1
+        for name, value in (("loss", sums["bound"]), ("gradient norm", self.gradient_norm)):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the {name} of step {done} is {value}: nothing was saved after it; resume from "
+                    f"{self.config.train.run}/{LATEST} with a smaller learning rate"
+                )
+        sequences = self.progress.sequences + self.config.train.global_batch
+        self.progress = Progress(done, sequences, self.progress.tokens + round(sums["tokens"]))
+
+    def _log(self, sums: dict[str, float]) -> None:
+        now, steps = time.perf_counter(), self.progress.step - self.logged.step
+        metrics = self._metrics(sums, now - self.clock)
+        self.reporter.report(metrics)
+        self.reporter.progress(metrics, (now - self.clock) / steps)
+        self.clock, self.logged = now, self.progress
 
     def _sequences(self, step: int, first: int, count: int):
         """Sequences first .. first + count - 1 of the step's global batch: x [B, L], valid or None."""
         position = step * self.config.train.global_batch + first
         return self.data.batch(self.order.at(position, count), self.grid.device)
 
-    def _metrics(self, sums: dict, seconds: float, last: Progress) -> dict:
-        config, steps = self.config, self.progress.step - last.step
+    def _metrics(self, sums: dict[str, float], seconds: float) -> dict:
+        """What is logged of a step; speeds are means over the steps since the last log."""
+        config, steps = self.config, self.progress.step - self.logged.step
         rates = learning_rates(config.optim, self.progress.step - 1, learned=True)
         flops = step_flops_a_sequence(config) * config.train.global_batch * steps
         peak = machine.peak_flops()
@@ -211,7 +226,7 @@ class Run:
             "lr_heads": rates[1],
             "tokens": self.progress.tokens,
             "sequences": self.progress.sequences,
-            "tokens_per_second": (self.progress.tokens - last.tokens) / seconds,
+            "tokens_per_second": (self.progress.tokens - self.logged.tokens) / seconds,
             "mfu": flops / seconds / (peak * world_size()) if peak else None,
             "seconds": seconds,
             "memory": memory_gib(),
@@ -230,7 +245,7 @@ class Run:
         facts = {
             "data": data,
             "versions": machine.versions(),
-            "tokenizer_folder": self.data.folder.parent / "tokenizer",
+            "tokenizer_folder": self.data.tokenizer_folder,
         }
         return save_checkpoint(self.engine, self.average, self.progress, self.config, facts, self.grid)
 

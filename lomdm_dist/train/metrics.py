@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.config import Config
-
-SUMS = ("bound", "main", "velocity", "rloo", "advantage", "log_q_ratio", "exponent", "tokens", "sequences")
+from lomdm_dist.parallel.grid import Grid
 
 
 class StepSums:
-    """Sums over the micro-batches of a step, ready to be added over ranks as one vector."""
+    """Sums over the micro-batches of a step, added over ranks as one vector."""
 
     def __init__(self):
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, stats: dict[str, Tensor]) -> None:
-        self._sums += torch.stack([stats[name].double().cpu() for name in SUMS])
+        """Scalars, left on their device: nothing waits for a GPU here."""
+        for name, value in stats.items():
+            self._sums[name] = self._sums.get(name, 0) + value.double()
 
-    def reduced(self, grid) -> dict[str, float]:
-        return dict(zip(SUMS, grid.sum(self._sums).tolist(), strict=True))
+    def reduced(self, grid: Grid) -> dict[str, float]:
+        vector = torch.stack([value.to(grid.device) for value in self._sums.values()])
+        return dict(zip(self._sums, grid.sum(vector).tolist(), strict=True))
 
 
 def step_metrics(sums: dict[str, float]) -> dict[str, float]:

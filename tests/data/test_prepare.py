@@ -9,7 +9,7 @@ import zstandard
 
 from lomdm_dist.data.prepare import Request, prepare, read_documents
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.data.tokenizer import encode, load_tokenizer
+from lomdm_dist.data.tokenizer import check_tokenizer, encode, load_tokenizer
 from lomdm_dist.errors import UserError
 
 TEXTS = [
@@ -164,8 +164,10 @@ def test_the_two_tokenizers_of_the_paper(tmp_path, corpus, name, vocab_size, mas
     prepare(request(corpus, tokenizer=str(folder), vocab_size=None), tmp_path / "out")
     facts = ShardSet(tmp_path / "out/train").tokenizer
     assert (facts["vocab_size"], facts["mask_id"]) == (vocab_size, mask_id)
+    check_tokenizer(tmp_path / "out/tokenizer", facts)
     tokenizer = load_tokenizer(tmp_path / "out/tokenizer")
     assert mask_id not in encode(tokenizer, ["a [MASK] in plain text, [SEP] and <|endoftext|>"])[0]
     prepare(request(corpus, tokenizer=str(folder), vocab_size=None, packing="padded"), tmp_path / "padded")
     facts = ShardSet(tmp_path / "padded/train").tokenizer
     assert len({facts["pad_id"], facts["eos_id"], facts["mask_id"]}) == 3
+    check_tokenizer(tmp_path / "padded/tokenizer", facts)
