@@ -30,10 +30,9 @@ setup(
         "tqdm",
         "transformers",
         "webdataset",
-        "zstandard",
     ],
     extras_require={
-        "dev": ["hypothesis", "matplotlib", "pytest", "ruff", "scipy"],
+        "dev": ["hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
         "gpu": ["flash-attn", "triton"],
         "wandb": ["wandb"],
         "eval": ["datasets"],

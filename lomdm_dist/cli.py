@@ -6,28 +6,63 @@ Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on reque
 
 import argparse
 import os
+import platform
 import sys
+import time
 from pathlib import Path
 
 from lomdm_dist.errors import StoppedOnRequest, UserError
+from lomdm_dist.files import check_writable
 
-MISTAKE, REQUEUE = 2, 75
+FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
+SECONDS_AFTER_THE_FIRST = 5
 
 
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
     """Run one command and exit with its status. `train.py` is `lomdm train`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser(default_command).parse_args(arguments)
+    options = _parse(_parser(default_command), arguments)
     try:
+        if options.json is not None:
+            check_writable(Path(options.json))
         options.run(options)
     except UserError as error:
         if options.debug:
             raise
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
         sys.exit(MISTAKE)
     except StoppedOnRequest:
         sys.exit(REQUEUE)
+    except OSError as error:
+        if options.debug:
+            raise
+        _say(f"error: {error} (--debug shows where)")
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
+    """Parse, with overrides anywhere: argparse itself takes them before the options only."""
+    options, more = parser.parse_known_args(arguments)
+    if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.overrides = [*options.overrides, *more]
+    return options
+
+
+def _say(line: str) -> None:
+    """An error, once for a job of many processes.
+
+    A launcher ends the others when the first process has failed; only if that one goes on has
+    another rank a trouble of its own, and says so.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(SECONDS_AFTER_THE_FIRST)
+        line = f"rank {rank} on {platform.node()}: {line}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser(default_command: str | None) -> argparse.ArgumentParser:
@@ -146,12 +181,12 @@ def _ppl(options) -> None:
     checkpoint, shards = Checkpoint(options.checkpoint), ShardSet(options.data)
     model = checkpoint.config.model
     check_model_fits(shards, model.vocab_size, model.mask_id, model.length)
-    if shards.tokenizer != checkpoint.state["data"]["tokenizer"]:
+    if shards.tokenizer != checkpoint.state.data.tokenizer:
         raise UserError(f"{options.data} was made with another tokenizer than checkpoint {checkpoint.folder}")
-    if shards.manifest["packing"] != checkpoint.state["data"]["packing"]:
+    if shards.manifest.packing != checkpoint.state.data.packing:
         raise UserError(
-            f"{options.data} is {shards.manifest['packing']}, checkpoint {checkpoint.folder} was trained on "
-            f"{checkpoint.state['data']['packing']} sequences: their perplexities do not compare"
+            f"{options.data} is {shards.manifest.packing}, checkpoint {checkpoint.folder} was trained on "
+            f"{checkpoint.state.data.packing} sequences: their perplexities do not compare"
         )
     _positive(options, "draws", "batch", "limit")
     count = min(len(shards), options.limit or len(shards))
@@ -187,18 +222,17 @@ def _sample_options(parser: argparse.ArgumentParser) -> None:
 
 def _sample(options) -> None:
     from lomdm_dist import machine
-    from lomdm_dist.data.tokenizer import load_tokenizer
     from lomdm_dist.sample import sample
     from lomdm_dist.train.checkpoint import Checkpoint
 
     _positive(options, "num", "length", "steps", "batch")
     checkpoint = Checkpoint(options.checkpoint)
-    model, facts = checkpoint.config.model, checkpoint.state["data"]
+    model, tokenizer = checkpoint.config.model, checkpoint.tokenizer()
     length = options.length or model.length
     if length > model.length:
         raise UserError(f"--length {length}: the model was trained at {model.length}")
     steps = options.steps or length
-    eos, pad = facts["tokenizer"]["eos_id"], facts["tokenizer"]["pad_id"]
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     samples = sample(
         checkpoint.build_model(options.weights).to(_device()),
         options.num,
@@ -210,7 +244,6 @@ def _sample(options) -> None:
         batch=options.batch,
         progress=True,
     )
-    tokenizer = load_tokenizer(checkpoint.folder / "tokenizer")
     texts = tokenizer.batch_decode(samples.token_ids)
     for i, text in enumerate(texts):
         print(f"--- sample {i}\n{text}")
@@ -247,6 +280,8 @@ def _to_hf(options) -> None:
 
 
 def _positive(options, *names: str) -> None:
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:

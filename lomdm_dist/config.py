@@ -6,18 +6,27 @@ both before any process group starts.
 """
 
 import difflib
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from lomdm_dist.errors import UserError
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+
+def _no_bool(value):
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Positive = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Rate = Annotated[Number, Field(gt=0, lt=1e3)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -31,7 +40,7 @@ class ModelConfig(Section):
     mask_id: NonNegative
     length: Positive
     width: Positive
-    blocks: Positive
+    blocks: Annotated[Positive, Field(le=10_000)]
     heads: Positive
     condition_width: Positive = 128
     dropout: Share = 0.1
@@ -53,10 +62,10 @@ class ObjectiveConfig(Section):
     """`lomdm`: exponents c1 + c2 NormSig(g), two masked samples. `mdlm`: exponent 1, one sample."""
 
     name: Literal["lomdm", "mdlm"] = "lomdm"
-    c1: float = 0.7
-    c2: float = 0.65
+    c1: Number = 0.7
+    c2: Number = 0.65
     time: Literal["uniform", "mixture"] = "mixture"
-    time_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-3  # where `uniform` cuts; `mixture` has no cut
+    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3  # where `uniform` cuts; `mixture` has no cut
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +109,7 @@ class OptimConfig(Section):
     beta1: Share = 0.9
     beta2: Share = 0.999
     eps: Rate = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[Number, Field(ge=0, lt=1e3)] = 0.0
     clip: Rate = 1.0
     ema_decay: Share = 0.9999
 
@@ -130,7 +139,7 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3, strict=True)] = 1
 
 
 class WandbConfig(Section):
@@ -179,8 +188,14 @@ class Config(Section):
         path.write_text(yaml.safe_dump(self.as_dict(), sort_keys=False))
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Plain YAML, but a key written twice is an error instead of a silent last-one-wins."""
+class _PlainYaml(yaml.SafeLoader):
+    """YAML with numbers, true, false and null, and no surprises.
+
+    In plain PyYAML 3e-4 is a string, 010 is eight, 1:30 is ninety, yes is true, 2024-01-02 is a
+    date, and a key written twice silently overrides the first. Here the last is an error.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -192,57 +207,72 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+for _tag, _pattern, _first in (
+    ("bool", r"true|false", "tf"),
+    ("null", r"~|null|", ["~", "n", ""]),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+.0123456789"),
+):
+    _PlainYaml.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def _read_yaml(text: str):
+    """Raises ValueError with one line."""
+    try:
+        return yaml.load(text, Loader=_PlainYaml)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides. Raises UserError."""
     path = Path(path)
     try:
-        values = yaml.load(path.read_text(), Loader=_UniqueKeys)
+        values = _read_yaml(path.read_text())
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise UserError(f"no config file {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read config {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise UserError(f"config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds no sections (model:, data:, train:, ...)")
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, path)
-
-
-def parse_config(values: dict, where: str | Path) -> Config:
-    """Check plain values; `where` names their source in the error. Raises UserError."""
+    changed = [_apply(values, override) for override in overrides]
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(_say(problem) for problem in error.errors())
-        raise UserError(f"{where}: {problems}") from None
+        blamed = f" with {' '.join(changed)}" if changed else ""
+        raise UserError(f"{path}{blamed}: {problems}") from None
 
 
-def _apply(values: dict, override: str) -> None:
+def _apply(values: dict, override: str) -> str:
+    """Put an override into the values; returns it, to be named if it does not fit."""
     name, equals, text = override.partition("=")
     keys = name.split(".")
     if not equals or not all(keys):
         raise UserError(f"override {override!r} is not of the form section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = text if name in _TEXTS else _read_yaml(text)
+    except ValueError:
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     for key in keys[:-1]:
         values = values.setdefault(key, {})
         if not isinstance(values, dict):
             raise UserError(f"override {override!r}: {key} is a value, not a section")
     values[keys[-1]] = value
+    return override
 
 
 def _say(problem: dict) -> str:
     """One problem that pydantic found, in the project's words."""
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(Config)
-        near = difflib.get_close_matches(name, known, 1, 0.5)
+        near = difflib.get_close_matches(name, _keys(Config), 1, 0.5)
         return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{name} is missing"
@@ -252,10 +282,15 @@ def _say(problem: dict) -> str:
     return f"{name}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
 
 
-def _known_keys(section: type[Section], prefix: str = "") -> list[str]:
-    keys = []
+def _keys(section: type[Section], prefix: str = "") -> dict[str, Any]:
+    """All keys, sections among them, with their types."""
+    keys = {}
     for name, field in section.model_fields.items():
-        keys.append(prefix + name)
+        keys[prefix + name] = field.annotation
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+            keys |= _keys(field.annotation, f"{prefix}{name}.")
     return keys
+
+
+# a path or a name on the command line is taken as it stands, "runs/a #1" and "123" among them
+_TEXTS = {name for name, kind in _keys(Config).items() if kind in (str, Path, str | None)}

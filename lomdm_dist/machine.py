@@ -1,6 +1,7 @@
 """What a result was made with: versions, machine, command. And the `--json` files that hold it."""
 
 import json
+import math
 import os
 import platform
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lomdm_dist import __version__
+from lomdm_dist.files import write_atomically
 
 # dense bf16 peak, FLOP/s, of NVIDIA's data sheets, by a part of the device's name
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
@@ -40,11 +42,19 @@ def machine() -> dict:
 
 def write_result(path: str | Path | None, result: dict, config: dict) -> None:
     """Write a command's result where `--json` asked for it, with all that it depends on beside it."""
-    if path is None:
-        return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"command": sys.argv, "versions": versions(), "machine": machine(), "config": config}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(result | about, indent=1) + "\n")
-    partial.rename(path)
+    if path is not None:
+        about = {"command": sys.argv, "versions": versions(), "machine": machine(), "config": config}
+        write_atomically(Path(path), to_json(result | about, indent=1) + "\n")
+
+
+def to_json(value, **options) -> str:
+    """JSON that every reader takes: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), allow_nan=False, default=str, **options)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,6 +11,7 @@ import pytest
 
 from lomdm_dist.cli import main
 from lomdm_dist.data.prepare import Request, prepare
+from lomdm_dist.train.loop import run_lock
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,7 +103,7 @@ def test_a_tokenizer_that_is_not_the_shards_is_refused_before_training(copy, oth
     shutil.rmtree(data / "tokenizer")
     if state == "another":
         shutil.copytree(other_data / "tokenizer", data / "tokenizer")
-    message = {"missing": "cannot load tokenizer", "another": "is not the one that the shards"}[state]
+    message = {"missing": "cannot load tokenizer", "another": "is not the one that was recorded"}[state]
     options = train_options(run, data, "train.steps=9", "--resume", "auto")
     assert message in mistake(capsys, *options, command="train")
 
@@ -144,11 +145,83 @@ def test_missing_checkpoints_say_so(copy, capsys, broken, message):
     assert message in mistake(capsys, "sample", "--checkpoint", copy[0])
 
 
-def test_every_process_but_the_first_is_silent(capsys, monkeypatch):
+def test_another_rank_speaks_only_if_the_first_has_not_ended_the_job(capsys, monkeypatch):
+    """By then a launcher has ended it where the first rank made the same mistake."""
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setitem(os.environ, "RANK", "1")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stopped:
         main(["--config", "nowhere.yaml"], default_command="train")
-    assert stopped.value.code == 2 and not capsys.readouterr().err
+    assert stopped.value.code == 2 and waited == [5]
+    assert capsys.readouterr().err.startswith("rank 1 on ")
+
+
+def test_half_a_launchers_environment_is_refused(trained_run, capsys, monkeypatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    said = mistake(capsys, *train_options(*trained_run, "train.steps=9"), command="train")
+    assert "WORLD_SIZE=2 but RANK=nothing" in said
+
+
+@pytest.mark.parametrize("stop", ["0", "-3", "8"])
+def test_a_stop_that_lies_behind_is_refused(trained_run, capsys, stop):
+    options = train_options(*trained_run, "train.steps=9", "--resume", "auto", "--stop-after", stop)
+    assert "the run starts at step 8" in mistake(capsys, *options, command="train")
+
+
+def test_overrides_may_follow_options(trained_run, capsys):
+    options = train_options(*trained_run, "--resume", "auto", "model.blocks=3")
+    assert "model.blocks was 2, is 3" in mistake(capsys, *options, command="train")
+    with pytest.raises(SystemExit) as stopped:
+        main([str(o) for o in train_options(*trained_run, "--resum")], default_command="train")
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("content", [None, "thesis.txt", "config.yaml"])
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_a_run_folder_that_is_not_one_is_left_alone(trained_run, tmp_path, capsys, content, resume):
+    run = tmp_path / "run"
+    if content is None:
+        run.write_text("mine")
+    else:
+        run.mkdir()
+        (run / content).write_text("mine")
+    options = train_options(trained_run.run, trained_run.data, f"train.run={run}", *resume)
+    said = mistake(capsys, *options, command="train")
+    assert "is a file" in said if content is None else "holds files that are not of a run" in said
+    assert content is None or (run / content).read_text() == "mine"
+
+
+def test_resuming_from_elsewhere_never_overwrites_a_run(copy, trained_run, capsys):
+    run, data = copy
+    before = snapshot(run)
+    options = train_options(run, data, "train.steps=9", "--resume", trained_run.run)
+    assert "holds checkpoints of its own" in mistake(capsys, *options, command="train")
+    assert snapshot(run) == before
+
+
+def test_other_sequences_are_refused(copy, trained_run, capsys):
+    run, data = copy
+    options = train_options(run, data, f"data.train={data / 'valid'}", "train.steps=9", "--resume", "auto")
+    assert "are others" in mistake(capsys, *options, command="train")
+
+
+def test_a_run_in_use_is_refused(copy, capsys):
+    run, data = copy
+    with run_lock(run):
+        said = mistake(
+            capsys, *train_options(run, data, "train.steps=9", "--resume", "auto"), command="train"
+        )
+    assert f"is in use by process {os.getpid()} on " in said
+
+
+@pytest.mark.parametrize("target", ["folder", "file/x.json", ""])
+def test_an_unwritable_result_is_refused_before_the_work(trained_run, tmp_path, capsys, target):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    target = tmp_path / target if target else ""
+    said = mistake(capsys, "sample", "--checkpoint", trained_run.run, "--json", target)
+    assert "cannot write the result to" in said
 
 
 def test_prepare_and_convert_follow_their_contract(trained_run, tmp_path):

@@ -29,18 +29,30 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("train.micro_batch=3", "global_batch 16 is not a multiple of micro_batch 3"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
         ("train.precision=bf15", "train.precision: input should be 'bf16' or 'fp32', got 'bf15'"),
+        ("train.steps=true", "train.steps: input should be a valid integer, got True"),
+        ("optim.learning_rate=true", "optim.learning_rate: a number is wanted, not true or false"),
+        ("train.steps=1:30", "train.steps: input should be a valid integer, got '1:30'"),
+        ("train.steps=!!int foo", "the value is not valid YAML"),
+        ("train.seed=100000000000000000000000000", "train.seed: input should be less than"),
+        ("optim.learning_rate=1e38", "optim.learning_rate: input should be less than"),
         ("optim.clip=.nan", "optim.clip: input should be"),
         ("parallel.zero_stage=4", "parallel.zero_stage: input should be less than or equal to 3, got 4"),
         ("train=3", "train: input should be"),
         ("model.width.x=1", "width is a value, not a section"),
         ("steps", "'steps' is not of the form section.key=value"),
-        ("train.run=[", "the value is not valid YAML"),
+        ("train.steps=[", "the value is not valid YAML"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(override, message):
     with pytest.raises(UserError) as error:
         load_config(DEMO, [override])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["runs/a #1", "123", "2024-01-02", "{x}", "yes", "naïve é"])
+def test_paths_and_names_are_taken_as_they_stand(text):
+    config = load_config(DEMO, [f"train.run={text}", f"wandb.name={text}"])
+    assert (str(config.train.run), config.wandb.name) == (text, text)
 
 
 def test_bf16_without_master_weights_is_refused():

@@ -8,11 +8,11 @@ MAY_IMPORT = {
     "process": {"process"},
     "ops": {"ops"},
     "model": {"model", "process", "ops", "config"},
-    "data": {"data", "config", "errors"},
+    "data": {"data", "config", "errors", "files"},
     "parallel": {"parallel", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "sample": {"sample", "process", "model"},
-    "convert": {"convert", "model", "process", "train", "data", "config", "errors"},
+    "convert": {"convert", "model", "process", "train", "data", "config", "errors", "files"},
 }
 
 

@@ -13,7 +13,8 @@ import yaml
 
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.train.checkpoint import Checkpoint
+from lomdm_dist.files import sha256
+from lomdm_dist.train.checkpoint import STATE, Checkpoint, checkpoint_files
 
 REPOSITORY = Path(__file__).parent.parent
 VOCABULARY, LENGTH = 300, 16
@@ -34,7 +35,7 @@ def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
     return {
         "model": {
             "vocab_size": VOCABULARY,
-            "mask_id": ShardSet(data / "train").tokenizer["mask_id"],
+            "mask_id": ShardSet(data / "train").tokenizer.mask_id,
             "length": LENGTH,
             "width": 32,
             "blocks": 2,
@@ -79,4 +80,6 @@ def randomize(run: Path, out: Path) -> Checkpoint:
         for name, parameter in checkpoint.build_model(kind).named_parameters():
             state[f"{kind}/{name}"] = 0.2 * torch.randn(parameter.numel(), generator=generator)
     dcp.save(state, checkpoint_id=out, no_dist=True)
+    files = {name: sha256(out / name) for name in checkpoint_files(out)}
+    (out / STATE).write_text(checkpoint.state.model_copy(update={"files": files}).model_dump_json())
     return Checkpoint(out)

@@ -10,8 +10,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.hf.modeling_lomdm import LomdmForMaskedLM
-from lomdm_dist.data.tokenizer import load_tokenizer
-from lomdm_dist.errors import UserError
+from lomdm_dist.data.shards import TokenizerFacts
+from lomdm_dist.files import new_folder
 from lomdm_dist.model import LoMDM
 from lomdm_dist.train.checkpoint import Checkpoint
 
@@ -22,35 +22,27 @@ CHECKED_SEQUENCES = 2
 def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
     """Write OUT with the `ema` or `raw` weights, and check that it computes what the checkpoint does.
 
-    Written as OUT.partial and renamed when the check has passed, so OUT is whole or absent. Raises
+    Written beside OUT and renamed when the check has passed, so OUT is whole or absent. Raises
     UserError where OUT holds something, RuntimeError where the export differs from the checkpoint.
     """
-    out = out.resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another OUT")
-    model = checkpoint.build_model(weights)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_model(model, _hf_config(checkpoint), partial)
-    _write_tokenizer(checkpoint, partial)
-    (partial / "README.md").write_text(_model_card(checkpoint, weights, out.name))
-    shutil.copy(checkpoint.folder / "config.yaml", partial)
-    _check_tokenizer(partial, checkpoint.state["data"]["tokenizer"])
-    differences = _compare(model, partial, checkpoint)
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    model, tokenizer = checkpoint.build_model(weights), checkpoint.tokenizer()
+    with new_folder(out) as partial:
+        _write_model(model, _hf_config(checkpoint), partial)
+        _write_tokenizer(tokenizer, checkpoint.config.model.length, partial)
+        (partial / "README.md").write_text(_model_card(checkpoint, weights, out.resolve().name))
+        shutil.copy(checkpoint.folder / "config.yaml", partial)
+        _check_tokenizer(partial, checkpoint.state.data.tokenizer)
+        differences = _compare(model, partial, checkpoint)
     return differences | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:
-    model, objective, data = checkpoint.config.model, checkpoint.config.objective, checkpoint.state["data"]
+    model, objective, data = checkpoint.config.model, checkpoint.config.objective, checkpoint.state.data
     return LomdmConfig(
         vocab_size=model.vocab_size,
         mask_token_id=model.mask_id,
-        pad_token_id=data["tokenizer"]["pad_id"],
-        eos_token_id=data["tokenizer"]["eos_id"],
+        pad_token_id=data.tokenizer.pad_id,
+        eos_token_id=data.tokenizer.eos_id,
         max_position_embeddings=model.length,
         hidden_size=model.width,
         num_hidden_layers=model.blocks,
@@ -59,7 +51,7 @@ def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:
         objective=objective.name,
         c1=objective.c1,
         c2=objective.c2,
-        packing=data["packing"],
+        packing=data.packing,
         torch_dtype="float32",
     )
 
@@ -74,12 +66,11 @@ def _write_model(model: LoMDM, config: LomdmConfig, folder: Path) -> None:
     exported.save_pretrained(folder)
 
 
-def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+def _write_tokenizer(tokenizer, length: int, folder: Path) -> None:
     """The checkpoint's tokenizer, in words that `transformers` 4 and 5 read."""
-    tokenizer = load_tokenizer(checkpoint.folder / "tokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a batch needs some; attention_mask tells it from text
-    tokenizer.model_max_length = checkpoint.config.model.length
+    tokenizer.model_max_length = length
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -123,11 +114,11 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     return torch.where(ours == theirs, 0.0, (ours - theirs).abs()).max().item()
 
 
-def _check_tokenizer(folder: Path, expected: dict) -> None:
+def _check_tokenizer(folder: Path, expected: TokenizerFacts) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     found = {"vocab_size": len(tokenizer)}
     found |= {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "mask", "pad")}
-    wrong = {k: v for k, v in found.items() if expected[k] not in (v, None)}
+    wrong = {key: value for key, value in found.items() if getattr(expected, key) not in (value, None)}
     if wrong:
         raise RuntimeError(
             f"the tokenizer in {folder} has {wrong}, the checkpoint was trained with {expected}"
@@ -136,7 +127,7 @@ def _check_tokenizer(folder: Path, expected: dict) -> None:
 
 def _model_card(checkpoint: Checkpoint, weights: str, name: str) -> str:
     config, progress = checkpoint.config, checkpoint.progress
-    objective, data = config.objective, checkpoint.state["data"]
+    objective, data = config.objective, checkpoint.state.data
     order = {
         "lomdm": f"learned order, exponents c1 + c2 NormSig with c1 = {objective.c1}, c2 = {objective.c2}",
         "mdlm": "random order, every exponent 1 (c1 = 1, c2 = 0)",
@@ -152,7 +143,7 @@ def _model_card(checkpoint: Checkpoint, weights: str, name: str) -> str:
         packing={
             "packed": "documents end to end, EOS after each",
             "padded": "one document a sequence, EOS at its end, then padding; give `attention_mask`",
-        }[data["packing"]],
+        }[data.packing],
     )
 
 

@@ -7,34 +7,37 @@
 Everything is written beside OUT and renamed at the end: OUT is whole or absent.
 """
 
-import gzip
 import hashlib
 import io
 import itertools
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import zstandard
+import pyarrow
+import pyarrow.parquet
 from tqdm import tqdm
 
 from lomdm_dist import __version__
-from lomdm_dist.data.shards import ShardWriter, file_sha256, read_manifest
+from lomdm_dist.data.shards import ShardSet, ShardWriter, TokenizerFacts
 from lomdm_dist.data.tokenizer import (
     TRAINED,
     describe,
     encode,
     ensure_pad,
     load_tokenizer,
+    open_tokenizer,
     train_tokenizer,
 )
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import new_folder, sha256
 
-HUB = "hf:"
+HUB, REQUEST, SPLITS = "hf:", "request.json", ("train", "valid")
+LONGEST, LARGEST_VOCABULARY = 2**20, 2**24
 DOCUMENTS_A_BATCH = 512
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,10 @@ class Request:
 
     def check(self) -> None:
         """Raises UserError before anything is read or written."""
-        if self.length < 2:
-            raise UserError(f"--length {self.length}: a sequence needs at least 2 tokens")
+        if not 2 <= self.length <= LONGEST:
+            raise UserError(f"--length {self.length}: a sequence has 2 to {LONGEST} tokens")
+        if self.vocab_size is not None and not 8 <= self.vocab_size <= LARGEST_VOCABULARY:
+            raise UserError(f"--vocab-size {self.vocab_size}: give 8 to {LARGEST_VOCABULARY}")
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"--valid-fraction {self.valid_fraction} is not between 0 and 1")
         if self.tokenizer in TRAINED and not self.vocab_size:
@@ -66,42 +71,36 @@ class Request:
 
     def fingerprint(self) -> dict:
         """The request with the content of its inputs in place of their paths."""
-        contents = [n if n.startswith(HUB) else file_sha256(Path(n)) for n in self.inputs]
+        contents = [n if n.startswith(HUB) else sha256(Path(n)) for n in self.inputs]
         tokenizer = Path(self.tokenizer)
         given = {}
         if tokenizer.is_dir():
             files = sorted(p for p in tokenizer.iterdir() if p.is_file())
-            given = {"tokenizer": {p.name: file_sha256(p) for p in files}}
+            given = {"tokenizer": {p.name: sha256(p) for p in files}}
         return asdict(self) | given | {"inputs": contents, "version": __version__}
 
 
 def prepare(request: Request, out: Path) -> tuple[dict, bool]:
     """Make OUT; returns (totals, reused). Raises UserError; never overwrites."""
     request.check()
-    fingerprint = request.fingerprint()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out, fingerprint = out.resolve(), request.fingerprint()
+    if (out / REQUEST).exists():
         _check_same_request(out, fingerprint)
         return _totals(out), True
-
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer = _tokenizer(request)
-    tokenizer.save_pretrained(partial / "tokenizer")
-    _write_splits(request, tokenizer, partial)
-    (partial / "request.json").write_text(json.dumps(fingerprint, indent=1) + "\n")
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    with new_folder(out) as partial:
+        tokenizer = _tokenizer(request)
+        tokenizer.save_pretrained(partial / "tokenizer")
+        _write_splits(request, tokenizer, partial)
+        (partial / REQUEST).write_text(json.dumps(fingerprint, indent=1) + "\n")
     return _totals(out), False
 
 
 def _check_same_request(out: Path, fingerprint: dict) -> None:
     try:
-        found = json.loads((out / "request.json").read_text())
-    except (OSError, ValueError):
-        raise UserError(f"{out} exists and was not made by `lomdm prepare`; give another --out") from None
-    different = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
+        found = json.loads((out / REQUEST).read_text())
+        different = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
+    except (OSError, ValueError, AttributeError):
+        raise UserError(f"{out / REQUEST} is damaged; give another --out, or delete {out}") from None
     if different:
         raise UserError(
             f"{out} holds shards of another request (different: {', '.join(different)}); "
@@ -110,9 +109,12 @@ def _check_same_request(out: Path, fingerprint: dict) -> None:
 
 
 def _totals(out: Path) -> dict:
-    manifests = [read_manifest(out / split) for split in ("train", "valid")]
-    totals = {key: sum(m[key] for m in manifests) for key in ("sequences", "tokens", "documents")}
-    return totals | {"shards": sum(len(m["shards"]) for m in manifests)}
+    """Counts over both splits, which are opened and verified. Raises UserError."""
+    splits = [ShardSet(out / name) for name in SPLITS]
+    for split in splits:
+        open_tokenizer(split.tokenizer_folder, split.tokenizer)
+    totals = {k: sum(getattr(s.manifest, k) for s in splits) for k in ("sequences", "tokens", "documents")}
+    return totals | {"shards": sum(len(s.manifest.shards) for s in splits)}
 
 
 def _tokenizer(request: Request):
@@ -134,8 +136,8 @@ def in_valid(text: str, fraction: float) -> bool:
 def _write_splits(request: Request, tokenizer, folder: Path) -> None:
     facts = describe(tokenizer)
     splits = {
-        name: _Split(ShardWriter(folder / name, request.length, facts["vocab_size"]), request, facts)
-        for name in ("train", "valid")
+        name: _Split(ShardWriter(folder / name, request.length, facts.vocab_size), request, facts)
+        for name in SPLITS
     }
     documents = read_documents(request)
     with tqdm(desc="prepare", unit=" tokens", unit_scale=True) as bar:
@@ -169,17 +171,22 @@ class _Split:
     several), EOS at its end, then padding.
     """
 
-    def __init__(self, writer: ShardWriter, request: Request, facts: dict):
+    def __init__(self, writer: ShardWriter, request: Request, facts: TokenizerFacts):
         self.writer, self.length, self.facts = writer, request.length, facts
         self.padded = request.packing == "padded"
         self.rest: list[int] = []
         self.documents = self.sequences = self.tokens = 0
 
     def add(self, ids: list[int]) -> None:
-        if self.facts["mask_id"] in ids:
-            raise UserError(f"document {self.documents} encodes to the mask token {self.facts['mask_id']}")
+        never = {"mask": self.facts.mask_id} | ({"padding": self.facts.pad_id} if self.padded else {})
+        for what, token in never.items():
+            if token in ids:
+                raise UserError(
+                    f"the tokenizer's {what} token (id {token}) is also text: document {self.documents} of "
+                    "the split holds it; use a tokenizer where they differ"
+                )
         self.documents += 1
-        ids = [*ids, self.facts["eos_id"]]
+        ids = [*ids, self.facts.eos_id]
         if not self.padded:
             ids = self.rest + ids
         whole = len(ids) - len(ids) % self.length
@@ -192,7 +199,7 @@ class _Split:
             self._write(rest)
 
     def _write(self, ids: list[int]) -> None:
-        row = np.full(self.length, self.facts["pad_id"] if self.padded else 0, dtype=np.int64)
+        row = np.full(self.length, self.facts.pad_id if self.padded else 0, dtype=np.int64)
         row[: len(ids)] = ids
         self.writer.add(row)
         self.sequences += 1
@@ -200,9 +207,11 @@ class _Split:
 
 
 def read_documents(request: Request) -> Iterator[str]:
-    """All non-empty documents of all inputs, in order."""
+    """All non-empty documents of all inputs, in order. Half a surrogate pair becomes U+FFFD."""
     for name in request.inputs:
         for text in _read_input(name, request):
+            if not text.isascii():
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             if text.strip():
                 yield text
 
@@ -211,8 +220,7 @@ def _read_input(name: str, request: Request) -> Iterable[str]:
     if name.startswith(HUB):
         return _read_hub(name.removeprefix(HUB), request.text_field)
     path = Path(name)
-    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
-    kind = suffixes[-1] if suffixes else ""
+    kind = next((s for s in reversed(path.suffixes) if s.lower() not in COMPRESSED), "").lower()
     if kind == ".parquet":
         return _read_parquet(path, request.text_field)
     if kind in (".jsonl", ".json"):
@@ -221,15 +229,18 @@ def _read_input(name: str, request: Request) -> Iterable[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, plain, .gz or .zst."""
+    """Lines of a text file, plain or compressed; a file that ends too early is an error."""
     try:
-        opener = {".gz": gzip.open, ".zst": zstandard.open}.get(path.suffix, open)
-        with opener(path, "rb") as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
+        compression = COMPRESSED.get(path.suffix.lower())
+        with (
+            pyarrow.input_stream(str(path), compression=compression) as binary,
+            io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
+        ):
             yield from file
     except UnicodeDecodeError as error:
         raise UserError(f"input {path} is not UTF-8 text: {error}") from None
-    except (OSError, EOFError) as error:
-        raise UserError(f"cannot read input {path}: {error}") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read input {path}: {' '.join(str(error).split())}") from None
 
 
 def _read_text(path: Path, sample_by: str) -> Iterator[str]:
@@ -244,9 +255,11 @@ def _read_text(path: Path, sample_by: str) -> Iterator[str]:
 
 
 def _field(record, field: str, where: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    if not isinstance(record, dict) or field not in record:
         has = f"fields {', '.join(record)}" if isinstance(record, dict) else "no fields"
-        raise UserError(f"{where} has no text field {field!r} ({has}); name it with --text-field")
+        raise UserError(f"{where} has no field {field!r} ({has}); name the text's with --text-field")
+    if not isinstance(record[field], str):
+        raise UserError(f"{where}: field {field!r} is not text but {type(record[field]).__name__}")
     return record[field]
 
 
@@ -255,18 +268,21 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path} line {number} is not JSON: {error}") from None
             yield _field(record, field, f"{path} line {number}")
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
-    import pyarrow.parquet
-
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        if field not in file.schema_arrow.names:
-            _field(dict.fromkeys(file.schema_arrow.names), field, str(path))
+        fields = {f.name: f.type for f in file.schema_arrow}
+        if field in fields and not (
+            pyarrow.types.is_string(fields[field]) or pyarrow.types.is_large_string(fields[field])
+        ):
+            raise UserError(f"{path}: field {field!r} is not text but {fields[field]}")
+        if field not in fields:
+            _field(fields, field, str(path))
         for batch in file.iter_batches(columns=[field]):
             yield from (text or "" for text in batch.column(0).to_pylist())
     except (OSError, pyarrow.ArrowException) as error:

@@ -10,12 +10,15 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import sha256
 
 MANIFEST = "manifest.json"
 ROWS_A_MEMBER = 256
@@ -26,9 +29,51 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class TokenizerFacts(BaseModel):
+    """What is recorded of a tokenizer; the hash is of its whole definition."""
+
+    sha256: str
+    vocab_size: int = Field(gt=0)
+    eos_id: int = Field(ge=0)
+    mask_id: int = Field(ge=0)
+    pad_id: int | None = Field(ge=0)
+
+
+class Shard(BaseModel):
+    name: str = Field(pattern=r"^[0-9]+\.tar$")
+    sequences: int = Field(gt=0)
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """manifest.json; `tokens` leaves padding out, `dropped_tokens` did not fill a sequence."""
+
+    version: str
+    split: str
+    packing: Literal["packed", "padded"]
+    tokenizer: TokenizerFacts
+    length: int = Field(gt=0)
+    dtype: str
+    sequences: int
+    tokens: int
+    documents: int
+    dropped_tokens: int
+    shards: list[Shard] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _adds_up(self):
+        if self.sequences != sum(shard.sequences for shard in self.shards):
+            raise ValueError("sequences is not the sum over the shards")
+        if len({shard.name for shard in self.shards}) != len(self.shards):
+            raise ValueError("a shard is listed twice")
+        if self.dtype != token_dtype(self.tokenizer.vocab_size).name:
+            raise ValueError(f"dtype {self.dtype} is not that of the vocabulary")
+        return self
+
+    def identity(self) -> str:
+        """A hash of the data themselves: equal for equal sequences in equal order."""
+        shards = [shard.sha256 for shard in self.shards]
+        return hashlib.sha256(json.dumps([self.packing, self.length, shards]).encode()).hexdigest()
 
 
 class ShardWriter:
@@ -37,7 +82,7 @@ class ShardWriter:
     def __init__(self, folder: Path, length: int, vocab_size: int):
         self.folder, self.length, self.vocab_size = folder, length, vocab_size
         self.dtype = token_dtype(vocab_size)
-        self.shards: list[dict] = []
+        self.shards: list[Shard] = []
         self._rows: list[np.ndarray] = []
         folder.mkdir(parents=True)
 
@@ -59,21 +104,21 @@ class ShardWriter:
                 member.size = buffer.tell()
                 buffer.seek(0)
                 tar.addfile(member, buffer)
-        self.shards.append({"name": path.name, "sequences": len(self._rows), "sha256": file_sha256(path)})
+        self.shards.append(Shard(name=path.name, sequences=len(self._rows), sha256=sha256(path)))
         self._rows = []
 
-    def close(self, **facts) -> dict:
+    def close(self, **facts) -> Manifest:
         """Write the last shard and the manifest, with `facts` in it; returns the manifest."""
         if self._rows:
             self._flush()
-        manifest = {
+        manifest = Manifest(
             **facts,
-            "length": self.length,
-            "dtype": self.dtype.name,
-            "sequences": sum(shard["sequences"] for shard in self.shards),
-            "shards": self.shards,
-        }
-        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+            length=self.length,
+            dtype=self.dtype.name,
+            sequences=sum(shard.sequences for shard in self.shards),
+            shards=self.shards,
+        )
+        (self.folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n")
         return manifest
 
 
@@ -86,9 +131,8 @@ class ShardSet:
     def __init__(self, folder: str | Path, verify: bool = True):
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        self.length: int = self.manifest["length"]
-        self.tokenizer: dict = self.manifest["tokenizer"]
-        self._blocks = [block for shard in self.manifest["shards"] for block in self._open(shard, verify)]
+        self.length, self.tokenizer = self.manifest.length, self.manifest.tokenizer
+        self._blocks = [block for shard in self.manifest.shards for block in self._open(shard, verify)]
         self._starts = np.cumsum([0, *map(len, self._blocks)])
 
     def __len__(self) -> int:
@@ -97,12 +141,12 @@ class ShardSet:
     @property
     def tokenizer_folder(self) -> Path:
         """Where `lomdm prepare` put the tokenizer: beside the splits."""
-        return self.folder.parent / "tokenizer"
+        return self.folder.resolve().parent / "tokenizer"
 
     @property
     def pad_id(self) -> int | None:
         """The id of padding, None where the sequences are packed full."""
-        return self.tokenizer["pad_id"] if self.manifest["packing"] == "padded" else None
+        return self.tokenizer.pad_id if self.manifest.packing == "padded" else None
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Sequences by index: [n] -> [n, length], int64."""
@@ -114,25 +158,27 @@ class ShardSet:
 
     def batch(self, indices: np.ndarray, device) -> tuple[Tensor, Tensor | None]:
         """Sequences on the device: x [n, length] int64, and valid [n, length], None where packed."""
-        x = torch.from_numpy(self.rows(indices)).to(device)
+        rows = self.rows(indices)
+        if rows.size and (rows.max() >= self.tokenizer.vocab_size or (rows == self.tokenizer.mask_id).any()):
+            raise UserError(f"shards in {self.folder} hold ids that are not text: prepare the data again")
+        x = torch.from_numpy(rows).to(device)
         return x, None if self.pad_id is None else x != self.pad_id
 
-    def _open(self, shard: dict, verify: bool) -> list[np.ndarray]:
-        path = self.folder / shard["name"]
+    def _open(self, shard: Shard, verify: bool) -> list[np.ndarray]:
+        path = self.folder / shard.name
         if not path.is_file():
             raise UserError(f"shard {path} is missing; its manifest lists it: prepare the data again")
         damaged = UserError(
             f"shard {path} is cut short or altered (it does not match its manifest): prepare the data again"
         )
-        if verify and file_sha256(path) != shard["sha256"]:
+        if verify and sha256(path) != shard.sha256:
             raise damaged
         try:
             blocks = _map_members(path)
         except (tarfile.TarError, ValueError, EOFError, OSError):
             raise damaged from None
-        if sum(len(block) for block in blocks) != shard["sequences"] or any(
-            block.shape[1] != self.length for block in blocks
-        ):
+        fits = all(b.shape == (len(b), self.length) and b.dtype.name == self.manifest.dtype for b in blocks)
+        if not fits or sum(map(len, blocks)) != shard.sequences:
             raise damaged
         return blocks
 
@@ -153,29 +199,26 @@ def _map_members(path: Path) -> list[np.ndarray]:
     return blocks
 
 
-def read_manifest(folder: Path) -> dict:
+def read_manifest(folder: Path) -> Manifest:
     """Raises UserError where the folder is not a shard folder."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        for key in ("length", "packing", "tokenizer", "sequences", "shards"):
-            manifest[key]
-    except FileNotFoundError:
+        return Manifest.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"no token shards in {folder} (no {MANIFEST}); make them with `lomdm prepare`"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} is damaged ({type(error).__name__}: {error}): prepare the data again"
-        ) from None
-    return manifest
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise UserError(f"{path} is damaged ({where} {problem['msg']}): prepare the data again") from None
 
 
 def check_model_fits(shards: ShardSet, vocab_size: int, mask_id: int, length: int) -> None:
     """Refuse shards whose tokenizer or length is not the model's. Raises UserError."""
     found = {
-        "model.vocab_size": (vocab_size, shards.tokenizer["vocab_size"]),
-        "model.mask_id": (mask_id, shards.tokenizer["mask_id"]),
+        "model.vocab_size": (vocab_size, shards.tokenizer.vocab_size),
+        "model.mask_id": (mask_id, shards.tokenizer.mask_id),
         "model.length": (length, shards.length),
     }
     wrong = [

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.errors import UserError
 
 TRAINED = ("bpe", "wordpiece")
@@ -42,9 +43,9 @@ def train_tokenizer(kind: str, documents: Iterator[str], vocab_size: int) -> Pre
         )
     model.train_from_iterator(documents, trainer)
     if model.get_vocab_size() != vocab_size:
+        least = f"; {kind} needs at least {256 + len(specials)}" if kind == "bpe" else ""
         raise UserError(
-            f"--vocab-size {vocab_size}: the text supports {model.get_vocab_size()} {kind} tokens; "
-            f"ask for that many or fewer (byte-level BPE needs at least {256 + len(specials)})"
+            f"--vocab-size {vocab_size}: this text makes {model.get_vocab_size()} {kind} tokens{least}"
         )
     return PreTrainedTokenizerFast(tokenizer_object=model, **specials)
 
@@ -66,6 +67,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         tokenizer.add_special_tokens({"eos_token": tokenizer.sep_token or EOS})
     if tokenizer.mask_token_id is None:
         tokenizer.add_special_tokens({"mask_token": MASK})
+    if tokenizer.mask_token_id == tokenizer.eos_token_id:
+        raise UserError(f"tokenizer {name} uses one id for its EOS and its mask token; they must differ")
     return tokenizer
 
 
@@ -84,22 +87,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
     return [e.ids for e in backend.encode_batch_fast(documents, add_special_tokens=False)]
 
 
-def check_tokenizer(folder: Path, expected: dict) -> None:
-    """Refuse a tokenizer folder that is not the one a manifest describes. Raises UserError."""
-    if describe(load_tokenizer(folder)) != expected:
+def open_tokenizer(folder: Path, expected: TokenizerFacts) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that shards or a checkpoint were made with, and no other. Raises UserError."""
+    tokenizer = load_tokenizer(folder)
+    if describe(tokenizer) != expected:
         raise UserError(
-            f"the tokenizer in {folder} is not the one that the shards beside it were made with: "
-            "put the right one back, or prepare the data again"
+            f"the tokenizer in {folder} is not the one that was recorded there: put the right one back, "
+            "or prepare the data again"
         )
+    return tokenizer
 
 
-def describe(tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What a manifest and a checkpoint say of the tokenizer; the hash is of its whole definition."""
+def describe(tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
+    """What a manifest and a checkpoint record. The vocabulary counts ids that no token has, too."""
     definition = tokenizer.backend_tokenizer.to_str().encode()
-    return {
-        "sha256": hashlib.sha256(definition).hexdigest(),
-        "vocab_size": len(tokenizer),
-        "eos_id": tokenizer.eos_token_id,
-        "mask_id": tokenizer.mask_token_id,
-        "pad_id": tokenizer.pad_token_id,
-    }
+    return TokenizerFacts(
+        sha256=hashlib.sha256(definition).hexdigest(),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        eos_id=tokenizer.eos_token_id,
+        mask_id=tokenizer.mask_token_id,
+        pad_id=tokenizer.pad_token_id,
+    )

@@ -103,15 +103,20 @@ def _result(s: dict[str, float]) -> dict:
     nll, n = s["bound"] / s["tokens"], s["sequences"]
     residual = s["bound2"] - 2 * nll * s["bound_tokens"] + nll**2 * s["tokens2"]
     error = math.sqrt(max(residual, 0.0) * n / (n - 1)) / s["tokens"] if n > 1 else math.nan
+    cut = s["cut"] / s["tokens"]
     return {
         "nll_per_token": nll,
         "standard_error": error,
-        "ppl": math.exp(nll),
-        "nll_per_token_cut": s["cut"] / s["tokens"],
-        "ppl_cut": math.exp(s["cut"] / s["tokens"]),
+        "ppl": _exp(nll),
+        "nll_per_token_cut": cut,
+        "ppl_cut": _exp(cut),
         "tokens": round(s["tokens"]),
         "sequences": round(n),
     }
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def convention(shards: ShardSet, draws: int, seed: int, weights: str) -> dict:
@@ -121,8 +126,8 @@ def convention(shards: ShardSet, draws: int, seed: int, weights: str) -> dict:
         "preset": "bound",
         "bound": f"uncut; nll_per_token_cut leaves out times below {CUT}",
         "denominator": "predicted tokens (all but padding)",
-        "pieces": f"{manifest['packing']}, {shards.length} tokens, EOS after each document, no BOS",
-        "split": manifest["split"],
+        "pieces": f"{manifest.packing}, {shards.length} tokens, EOS after each document, no BOS",
+        "split": manifest.split,
         "draws": draws,
         "seed": seed,
         "weights": weights,

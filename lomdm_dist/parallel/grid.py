@@ -13,14 +13,29 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lomdm_dist.errors import UserError
+
 
 def world_size() -> int:
-    """Processes of this job, known before any process group starts."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Processes of this job, known before any process group starts. Raises UserError."""
+    return _place("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return _place("RANK", 0)
+
+
+def _place(variable: str, alone: int) -> int:
+    """What the launcher says of this process; UserError where it says half of it."""
+    text = os.environ.get(variable, "")
+    if text.isdecimal():
+        return int(text)
+    if text or "WORLD_SIZE" in os.environ:
+        raise UserError(
+            f"the environment has WORLD_SIZE={os.environ.get('WORLD_SIZE')} but {variable}="
+            f"{text or 'nothing'}: start with torchrun or deepspeed, or unset WORLD_SIZE"
+        )
+    return alone
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,12 @@ class Grid:
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def gather(self, value) -> list:
+        """Everybody's value, in the order of the ranks, on every rank."""
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the data-parallel ranks; a float64 vector on the CPU, in and out."""
@@ -67,7 +88,7 @@ def process_grid():
         from megatron.core import parallel_state
 
     on_gpu = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = _place("LOCAL_RANK", 0)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

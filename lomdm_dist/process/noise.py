@@ -23,7 +23,8 @@ class Purpose(IntEnum):
 
 def keyed_generator(seed: int, purpose: int, step: int, index: int) -> np.random.Generator:
     """The generator of one (seed, purpose, step, index); its first 2**64 blocks are its own."""
-    return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, step, index, 0]))
+    key = np.array([seed, purpose], dtype=np.uint64)  # of a list, numpy would make float64
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, step, index, 0]))
 
 
 def keyed_uniforms(seed: int, purpose: int, step: int, indices: Iterable[int], count: int) -> Tensor:

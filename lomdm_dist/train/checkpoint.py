@@ -4,7 +4,7 @@ A checkpoint is a folder RUN/checkpoints/step-N in the form of torch's distribut
 
     raw/NAME, ema/NAME           master weights and their average, float32
     exp_avg/NAME, exp_avg_sq/NAME   AdamW's moments
-    state.json                   step, counters, tokenizer, versions
+    state.json                   step, counters, data, versions, checksums
     config.yaml, tokenizer/
 
 Each rank writes the pieces it holds and reads the ranges it needs, so the number of ranks and the
@@ -12,15 +12,15 @@ ZeRO stage may change between the two. A checkpoint is written under another nam
 all ranks are done; only then does RUN/latest move.
 """
 
-import json
-import os
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -30,14 +30,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from lomdm_dist import machine
 from lomdm_dist.config import Config, load_config
+from lomdm_dist.data.shards import TokenizerFacts
+from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import sha256, write_atomically
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.engine import Piece, pieces, set_update_count
-from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.parallel.grid import Grid, rank, world_size
 from lomdm_dist.train.optim import WeightAverage
 
-LATEST = "latest"
+LATEST, STATE = "latest", "state.json"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,26 @@ class Progress:
     step: int = 0
     sequences: int = 0
     tokens: int = 0
+
+
+class DataFacts(BaseModel):
+    """What a run was trained on; `identity` is the hash of the sequences themselves."""
+
+    tokenizer: TokenizerFacts
+    packing: str
+    identity: str
+
+
+class State(BaseModel):
+    """state.json. `files` holds the checksum of every other file of the checkpoint."""
+
+    step: int = Field(ge=0)
+    sequences: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    ema_updates: int = Field(ge=0)
+    data: DataFacts
+    versions: dict[str, str]
+    files: dict[str, str]
 
 
 class _FlatPiece(Tensor):
@@ -87,80 +111,126 @@ def _engine_state(engine_pieces: list[Piece], average: WeightAverage) -> dict[st
 
 
 def save_checkpoint(
-    engine, average: WeightAverage, progress: Progress, config: Config, facts: dict, grid: Grid
+    engine,
+    average: WeightAverage,
+    progress: Progress,
+    config: Config,
+    data: DataFacts,
+    tokenizer: Path,
+    grid: Grid,
 ) -> Path:
-    """Write RUN/checkpoints/step-N on all ranks, move `latest`, drop the oldest; returns the folder.
-
-    `facts` (tokenizer, versions) go to state.json; facts["tokenizer_folder"] is copied.
-    """
-    run = config.train.run
-    final = run / "checkpoints" / f"step-{progress.step}"
-    partial = final.with_suffix(".partial")
-    if grid.first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    grid.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(_engine_state(list(pieces(engine)), average), checkpoint_id=partial)
-    if grid.first:
-        config.save(partial / "config.yaml")
-        shutil.copytree(facts["tokenizer_folder"], partial / "tokenizer")
-        state = vars(progress) | {"ema_updates": average.updates}
-        state |= {key: facts[key] for key in ("data", "versions")}
-        (partial / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _replace(run / LATEST, final.name + "\n")
-        _drop_old(final.parent, config.train.keep_last)
-    grid.barrier()
+    """Write RUN/checkpoints/step-N on all ranks, move `latest`, drop the oldest; returns the folder."""
+    final = config.train.run / "checkpoints" / f"step-{progress.step}"
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        if grid.first:
+            for left in final.parent.glob(".step-*.partial"):  # of a run that was killed while saving
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir(parents=True)
+        grid.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(_engine_state(list(pieces(engine)), average), checkpoint_id=partial)
+        if grid.first:
+            config.save(partial / "config.yaml")
+            shutil.copytree(tokenizer, partial / "tokenizer")
+        grid.barrier()
+        shares = grid.gather({name: sha256(partial / name) for name in _share(checkpoint_files(partial))})
+        if grid.first:
+            state = State(
+                **vars(progress),
+                ema_updates=average.updates,
+                data=data,
+                versions=machine.versions(),
+                files={name: digest for share in shares for name, digest in share.items()},
+            )
+            (partial / STATE).write_text(state.model_dump_json(indent=1) + "\n")
+            _publish(partial, final)
+            write_atomically(config.train.run / LATEST, final.name + "\n")
+            _drop_old(final, config.train.keep_last)
+        grid.barrier()
+    except BaseException:
+        if grid.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never half of it."""
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def checkpoint_files(folder: Path) -> list[str]:
+    """Names of all files of a checkpoint but state.json, below its folder, sorted."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in paths if path.name != STATE)
 
 
-def _drop_old(folder: Path, keep: int) -> None:
-    steps = sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*[0-9]"))
-    for step in steps[:-keep]:
-        shutil.rmtree(folder / f"step-{step}")
+def _share(names: list[str]) -> list[str]:
+    """This rank's share of the files: together the ranks read each once."""
+    return names[rank() :: world_size()]
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Rename; a checkpoint of the same step from before a resume makes room."""
+    if final.exists():
+        old = final.with_name(f".{final.name}.old.partial")
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old)
+    else:
+        partial.rename(final)
+
+
+def _drop_old(newest: Path, keep: int) -> None:
+    """Keep the last `keep` up to the newest. Later ones, of a run resumed from before them, stay."""
+    step_of = {p: int(p.name[5:]) for p in newest.parent.glob("step-*") if p.name[5:].isdecimal()}
+    past = sorted((p for p in step_of if step_of[p] <= step_of[newest]), key=step_of.get)
+    for path in past[:-keep]:
+        shutil.rmtree(path)
 
 
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint folder, from itself or from its run's folder (then the latest). UserError."""
     path = Path(path)
     if (path / LATEST).is_file():
-        name = (path / LATEST).read_text().strip()
+        latest, name = path / LATEST, (path / LATEST).read_text(errors="replace").strip()
         path = path / "checkpoints" / name
         if not path.is_dir():
-            raise UserError(f"{path.parent.parent / LATEST} names {name}, but there is no {path}")
-    if not (path / "state.json").is_file():
+            raise UserError(f"{latest} names {name}, but there is no {path}; name another with --resume")
+    if not (path / STATE).is_file():
         hint = "give a run folder or one of its checkpoints/step-N"
         raise UserError(f"no checkpoint in {path}: {hint}")
     return path
 
 
 class Checkpoint:
-    """A checkpoint on disk: its config, state, and the weights. Opening raises UserError."""
+    """A checkpoint on disk: its config, state, and the weights. Opening raises UserError.
+
+    Opening reads every file once and compares its checksum, the ranks of a job sharing the work.
+    """
 
     def __init__(self, path: str | Path):
         self.folder = find_checkpoint(path)
-        self.config = load_config(self.folder / "config.yaml")
         try:
-            self.state = json.loads((self.folder / "state.json").read_text())
-            self.progress = Progress(*(self.state[k] for k in ("step", "sequences", "tokens")))
+            self.state = State.model_validate_json((self.folder / STATE).read_bytes())
+        except ValidationError as error:
+            self._damaged(f"{STATE}: {error.errors()[0]['msg']}")
+        for name in _share(sorted(self.state.files)):
+            if not (self.folder / name).is_file():
+                self._damaged(f"{name} is missing")
+            if sha256(self.folder / name) != self.state.files[name]:
+                self._damaged(f"{name} is cut short or altered")
+        self.config = load_config(self.folder / "config.yaml")
+        self.progress = Progress(self.state.step, self.state.sequences, self.state.tokens)
+        try:
             saved = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever a damaged file makes the readers raise
-            raise UserError(f"checkpoint {self.folder} is damaged ({error!r}); use an older one") from None
+        except Exception as error:  # whatever a foreign or damaged file makes the reader raise
+            self._damaged(f".metadata: {type(error).__name__}")
         self._sizes = {name: tensor.size.numel() for name, tensor in saved.items()}
+
+    def _damaged(self, reason: str) -> NoReturn:
+        raise UserError(f"checkpoint {self.folder} is damaged ({reason}); use an older one") from None
+
+    def tokenizer(self):
+        """The tokenizer that is saved with the checkpoint. Raises UserError."""
+        return open_tokenizer(self.folder / "tokenizer", self.state.data.tokenizer)
 
     def load_weights(self, model: LoMDM, kind: str) -> None:
         """Fill a model on the CPU with the `raw` weights or their average, `ema`. UserError."""
@@ -172,7 +242,7 @@ class Checkpoint:
         """Fill this rank's master weights, moments, average and counters."""
         state = _engine_state(list(pieces(engine)), average)
         self._read(state)
-        average.updates = self.state["ema_updates"]
+        average.updates = self.state.ema_updates
         set_update_count(engine, self.progress.step)
 
     def build_model(self, kind: str = "ema") -> LoMDM:
@@ -202,5 +272,5 @@ class Checkpoint:
                 warnings.simplefilter("ignore")  # DCP warns that it reads in one process: meant so
                 dcp.load(state, checkpoint_id=self.folder, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-            raise UserError(f"checkpoint {self.folder} is damaged ({reason}); use an older one") from None
+            lines = str(error).strip().splitlines()
+            self._damaged(lines[-1] if lines else type(error).__name__)

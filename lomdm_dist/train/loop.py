@@ -1,6 +1,10 @@
 """The training loop: counts, saves and reports. What a step is stands in `step.py`."""
 
+import contextlib
+import fcntl
 import math
+import os
+import platform
 import signal
 import time
 from dataclasses import dataclass
@@ -13,17 +17,19 @@ from lomdm_dist import machine
 from lomdm_dist.config import Config
 from lomdm_dist.data.order import ShuffledOrder
 from lomdm_dist.data.shards import ShardSet, check_model_fits
-from lomdm_dist.data.tokenizer import check_tokenizer
+from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.parallel.engine import pieces, set_learning_rates, start_engine, take_step
 from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
-from lomdm_dist.train.checkpoint import LATEST, Checkpoint, Progress, save_checkpoint
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, save_checkpoint
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
 from lomdm_dist.train.step import draw_noise, two_sample_loss
+
+LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
 
 
 @dataclass(frozen=True)
@@ -37,30 +43,47 @@ class Inputs:
 
 def open_inputs(config: Config, resume: str | None) -> Inputs:
     """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
+    first = rank() == 0
     config.accumulation(world_size())
     model = config.model
     shards = []
     for folder in (config.data.train, config.data.valid):
-        opened = ShardSet(folder, verify=rank() == 0)
+        opened = ShardSet(folder, verify=first)
         check_model_fits(opened, model.vocab_size, model.mask_id, model.length)
         shards.append(opened)
     if shards[0].tokenizer != shards[1].tokenizer:
         raise UserError(f"{config.data.train} and {config.data.valid} were made with different tokenizers")
 
-    if rank() == 0:
-        check_tokenizer(shards[0].tokenizer_folder, shards[0].tokenizer)
+    if first:
+        open_tokenizer(shards[0].tokenizer_folder, shards[0].tokenizer)
 
-    started = (config.train.run / LATEST).exists()
-    if started and resume is None:
+    if shards[0].manifest.packing != shards[1].manifest.packing:
+        raise UserError(f"{config.data.train} and {config.data.valid} are packed differently")
+    return Inputs(*shards, _open_resumed(config, resume, shards[0]))
+
+
+def _open_resumed(config: Config, resume: str | None, train: ShardSet) -> Checkpoint | None:
+    """The checkpoint to continue from, if any; never one that would overwrite another run."""
+    run = config.train.run
+    started = (run / LATEST).exists()
+    if run.exists() and not run.is_dir():
+        raise UserError(f"train.run {run} is a file; give a folder")
+    if resume is None and started:
         raise UserError(
-            f"{config.train.run} holds checkpoints of an earlier run: continue it with --resume auto, "
+            f"{run} holds checkpoints of an earlier run: continue it with --resume auto, "
             "or give another train.run"
         )
-    resumed = None
-    if resume is not None and (resume != "auto" or started):
-        resumed = Checkpoint(config.train.run if resume == "auto" else resume)
-        _check_resumable(resumed, config, shards[0])
-    return Inputs(*shards, resumed)
+    if run.exists() and any(run.iterdir()) and not started and not (run / LOCK).exists():
+        raise UserError(f"train.run {run} holds files that are not of a run; give another folder")
+    if resume is None or (resume == "auto" and not started):
+        return None
+    resumed = Checkpoint(run if resume == "auto" else resume)
+    if started and resumed.folder.resolve().parent != (run / "checkpoints").resolve():
+        raise UserError(
+            f"{run} holds checkpoints of its own: to start from {resumed.folder}, give another train.run"
+        )
+    _check_resumable(resumed, config, train)
+    return resumed
 
 
 def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) -> None:
@@ -75,10 +98,35 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) ->
         for key in sorted(keys)
         if ours[section][key] != theirs[section][key]
     ]
-    if checkpoint.state["data"]["tokenizer"] != train.tokenizer:
+    if checkpoint.state.data.tokenizer != train.tokenizer:
         different.append("the tokenizer of the shards is another")
+    elif checkpoint.state.data.identity != train.manifest.identity():
+        different.append(f"the sequences in {train.folder} are others")
     if different:
         raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
+
+
+@contextlib.contextmanager
+def run_lock(run: Path):
+    """Hold a run's folder against a second job; the system lets go of it when this process ends."""
+    if rank() != 0:
+        yield
+        return
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / LOCK, "a+")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write to train.run {run}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(f"{run} is in use by {lock.read().strip()}; stop it or wait") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        yield
 
 
 class StopRequest:
@@ -108,9 +156,11 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
     start = inputs.resumed.progress.step if inputs.resumed else 0
     if start >= config.train.steps:
         if rank() == 0:
-            print(f"{config.train.run} has already done its {config.train.steps} steps: nothing to do")
-        return {"steps": start, "reused": True}
-    with process_grid() as grid, StopRequest() as stop:
+            print(f"{config.train.run} has done {start} steps of {config.train.steps}: nothing to do")
+        return {"steps": start, "loss": None, "tokens": inputs.resumed.progress.tokens, "reused": True}
+    if stop_after is not None and stop_after <= start:
+        raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
+    with StopRequest() as stop, run_lock(config.train.run), process_grid() as grid:
         run = Run(config, inputs, grid)
         try:
             return run.train(stop, config.train.steps if stop_after is None else stop_after)
@@ -128,9 +178,7 @@ class Run:
         self.order = ShuffledOrder(len(self.data), config.train.seed)
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
         if grid.first:
-            config.train.run.mkdir(parents=True, exist_ok=True)
             config.save(config.train.run / "config.yaml")
-        grid.barrier()
         self.reporter = Reporter(config, self.progress.step, grid.first)
 
         torch.manual_seed(config.train.seed)  # every rank draws the same new model
@@ -241,13 +289,15 @@ class Run:
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
     def save(self) -> Path:
-        data = {"tokenizer": self.data.tokenizer, "packing": self.data.manifest["packing"]}
-        facts = {
-            "data": data,
-            "versions": machine.versions(),
-            "tokenizer_folder": self.data.tokenizer_folder,
-        }
-        return save_checkpoint(self.engine, self.average, self.progress, self.config, facts, self.grid)
+        data = DataFacts(
+            tokenizer=self.data.tokenizer,
+            packing=self.data.manifest.packing,
+            identity=self.data.manifest.identity(),
+        )
+        tokenizer = self.data.tokenizer_folder
+        return save_checkpoint(
+            self.engine, self.average, self.progress, self.config, data, tokenizer, self.grid
+        )
 
     def _heading(self) -> str:
         train, objective = self.config.train, self.config.objective

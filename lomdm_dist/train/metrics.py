@@ -1,6 +1,7 @@
 """What a run reports: a line on the terminal, an object in metrics.jsonl, wandb when asked for."""
 
 import json
+import netrc
 import os
 import resource
 from pathlib import Path
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.config import Config
+from lomdm_dist.files import write_atomically
+from lomdm_dist.machine import to_json
 from lomdm_dist.parallel.grid import Grid
+
+WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
 
 
 class StepSums:
@@ -66,7 +71,7 @@ class Reporter:
 
     def report(self, metrics: dict) -> None:
         if self.active:
-            self._file.write(json.dumps(metrics) + "\n")
+            self._file.write(to_json(metrics) + "\n")
             if self._wandb:
                 self._wandb.log(metrics, step=metrics["step"])
 
@@ -95,15 +100,13 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop what a killed run logged after the checkpoint that is resumed from."""
     if path.exists():
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue  # the last line of a killed process may be cut
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.rename(path)
+        write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 def _start_wandb(config: Config):
@@ -113,21 +116,32 @@ def _start_wandb(config: Config):
     except ImportError:
         print("wandb is not installed (pip install wandb); metrics.jsonl has everything", flush=True)
         return None
-    keyed = os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()
-    online = config.wandb.mode == "online" and keyed
-    if config.wandb.mode == "online" and not online:
-        print("no wandb key: logging offline", flush=True)
+    modes = ["online", "offline"] if config.wandb.mode == "online" and _has_wandb_key() else ["offline"]
+    for mode in modes:
+        try:
+            return wandb.init(
+                project=config.wandb.project,
+                name=config.wandb.name,
+                dir=config.train.run,
+                mode=mode,
+                config=config.as_dict(),
+                settings=wandb.Settings(init_timeout=WANDB_SECONDS),
+            )
+        except Exception as error:  # a logging service must never end a training run
+            print(f"wandb does not start {mode}: {error}", flush=True)
+    return None
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb would log in without asking: it must never wait for an answer."""
     try:
-        return wandb.init(
-            project=config.wandb.project,
-            name=config.wandb.name,
-            dir=config.train.run,
-            mode="online" if online else "offline",
-            config=config.as_dict(),
-        )
-    except Exception as error:  # a logging service must never end a training run
-        print(f"wandb did not start ({error}); metrics.jsonl has everything", flush=True)
-        return None
+        known = netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        known = False
+    if not known and not os.environ.get("WANDB_API_KEY"):
+        print("no wandb key: logging offline", flush=True)
+        return False
+    return True
 
 
 def _duration(seconds: float) -> str:

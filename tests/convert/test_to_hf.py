@@ -116,7 +116,7 @@ def given(shards) -> dict[str, torch.Tensor]:
     x, _ = shards["packed"].batch(np.arange(len(shards["packed"])), "cpu")
     padded_x, padded_mask = shards["padded"].batch(np.arange(len(shards["padded"])), "cpu")
     masked = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    z = torch.where(masked, shards["packed"].tokenizer["mask_id"], x)
+    z = torch.where(masked, shards["packed"].tokenizer.mask_id, x)
     return {"x": x, "z": z, "padded_x": padded_x, "padded_mask": padded_mask.long()}
 
 
@@ -183,7 +183,7 @@ def test_the_bound_is_that_of_eval_ppl(name, packing, exports, shards, strangers
 @pytest.mark.parametrize("name", ["lomdm", "mdlm"])
 def test_samples_are_those_of_lomdm_sample(name, exports, shards, strangers_work):
     config, tokenizer = exports[name].checkpoint.config.model, shards["packed"].tokenizer
-    model, never = exports[name].checkpoint.build_model("ema"), (tokenizer["pad_id"],)
+    model, never = exports[name].checkpoint.build_model("ema"), (tokenizer.pad_id,)
     expected = sample(model, SAMPLES, config.length, STEPS, SEED, config.mask_id, never).token_ids
     assert np.array_equal(np.load(strangers_work / f"{name}_samples.npy"), expected.numpy())
 

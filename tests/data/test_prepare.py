@@ -9,7 +9,7 @@ import zstandard
 
 from lomdm_dist.data.prepare import Request, prepare, read_documents
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.data.tokenizer import check_tokenizer, encode, load_tokenizer
+from lomdm_dist.data.tokenizer import encode, load_tokenizer, open_tokenizer, train_tokenizer
 from lomdm_dist.errors import UserError
 
 TEXTS = [
@@ -59,13 +59,13 @@ def test_padded_sequences_hold_one_document_each(corpus, tmp_path):
     rows = shards.rows(np.arange(len(shards)))
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id}) == 3
     _, valid = shards.batch(np.arange(len(shards)), "cpu")
-    assert valid.sum().item() == shards.manifest["tokens"]
+    assert valid.sum().item() == shards.manifest.tokens
     for row, real in zip(rows, valid.numpy(), strict=True):
         text = tokenizer.decode(row[real][:-1])
         assert row[real][-1] == tokenizer.eos_token_id and text in TEXTS
-    assert len(shards) == shards.manifest["documents"]
+    assert len(shards) == shards.manifest.documents
     prepare(request(corpus, packing="padded", length=8), tmp_path / "short")  # long documents are cut
-    assert ShardSet(tmp_path / "short/train").manifest["tokens"] == shards.manifest["tokens"]
+    assert ShardSet(tmp_path / "short/train").manifest.tokens == shards.manifest.tokens
 
 
 def test_the_same_request_is_reused_and_gives_the_same_bytes_elsewhere(corpus, tmp_path):
@@ -94,7 +94,7 @@ def test_another_request_never_overwrites(corpus, tmp_path, change):
 def test_a_foreign_folder_is_left_alone(corpus, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="was not made by"):
+    with pytest.raises(UserError, match="nothing is overwritten"):
         prepare(request(corpus), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["thesis.txt"]
 
@@ -122,11 +122,13 @@ def test_all_input_forms_hold_the_same_documents(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text":', "line 2 is not JSON"),
-        ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no text field 'text' \(fields body\)"),
+        ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text' \(fields body\)"),
         ("a.txt", b"\xff\xfe\x00", "is not UTF-8 text"),
         ("a.txt.gz", b"not gzip", "cannot read input"),
         ("a.parquet", b"not parquet", "cannot read parquet"),
-        ("a.txt", b"", "the text supports"),
+        ("a.jsonl", b'{"text": 3}\n', "field 'text' is not text but int"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("a.txt", b"", "this text makes 259 bpe tokens"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_left(tmp_path, name, content, message):
@@ -136,13 +138,61 @@ def test_bad_input_is_named_and_nothing_is_left(tmp_path, name, content, message
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("ending", ["txt.gz", "txt.zst", "jsonl.zst"])
+def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, ending):
+    lines = [json.dumps({"text": text}) if "json" in ending else text for text in TEXTS * 2000]
+    raw = "\n\n".join(lines).encode()
+    whole = gzip.compress(raw) if ending.endswith("gz") else zstandard.compress(raw)
+    (tmp_path / f"a.{ending}").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"cannot read input .*a\."):
+        list(read_documents(request(tmp_path / f"a.{ending}")))
+
+
+def test_odd_characters_survive_or_are_replaced(tmp_path):
+    texts = ["\ufeffstarts with a mark", "emoji \U0001f600 é", "half a pair \ud83d here", "null \x00 byte"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text("\ufeff" + lines)
+    expected = [text.replace("\ud83d", "\ufffd") for text in texts]
+    assert list(read_documents(request(tmp_path / "a.jsonl"))) == expected
+    prepare(request(tmp_path / "a.jsonl", length=4, valid_fraction=0.5, vocab_size=260), tmp_path / "out")
+
+
+@pytest.mark.parametrize("role", ["mask_token", "pad_token"])
+def test_a_tokenizer_whose_specials_are_text_is_refused(tmp_path, corpus, role):
+    tokenizer = train_tokenizer("wordpiece", iter(["the quick brown fox"]), 30)
+    setattr(tokenizer, role, "[UNK]")  # which most of the corpus becomes
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=f"{role.split('_')[0]}.* token .* is also text"):
+        prepare(
+            request(corpus, tokenizer=str(tmp_path / "tokenizer"), vocab_size=None, packing="padded"),
+            tmp_path / "out",
+        )
+
+
+def test_eos_and_mask_must_differ(tmp_path):
+    tokenizer = train_tokenizer("bpe", iter(TEXTS), 300)
+    tokenizer.mask_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="one id for its EOS and its mask"):
+        load_tokenizer(tmp_path / "tokenizer")
+
+
+def test_what_is_reused_is_verified(corpus, tmp_path):
+    prepare(request(corpus), tmp_path / "out")
+    (tmp_path / "out/valid/00000.tar").unlink()
+    with pytest.raises(UserError, match=r"00000\.tar is missing"):
+        prepare(request(corpus), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"inputs": ("nowhere.txt",)}, "no input file nowhere.txt"),
         ({"vocab_size": None}, "give --vocab-size"),
         ({"tokenizer": "nowhere/tokenizer", "vocab_size": None}, "cannot load tokenizer nowhere/tokenizer"),
-        ({"length": 1}, "at least 2 tokens"),
+        ({"length": 1}, "a sequence has 2 to"),
+        ({"vocab_size": -5}, "--vocab-size -5: give 8 to"),
+        ({"vocab_size": 2**40}, "give 8 to"),
         ({"valid_fraction": 1.5}, "not between 0 and 1"),
         ({"length": 100_000}, "not one whole sequence of 100000 tokens"),
     ],
@@ -163,11 +213,11 @@ def test_the_two_tokenizers_of_the_paper(tmp_path, corpus, name, vocab_size, mas
         pytest.skip(f"no tokenizer in {folder}; set LOMDM_CORPORA to a folder with tokenizers/{name}")
     prepare(request(corpus, tokenizer=str(folder), vocab_size=None), tmp_path / "out")
     facts = ShardSet(tmp_path / "out/train").tokenizer
-    assert (facts["vocab_size"], facts["mask_id"]) == (vocab_size, mask_id)
-    check_tokenizer(tmp_path / "out/tokenizer", facts)
+    assert (facts.vocab_size, facts.mask_id) == (vocab_size, mask_id)
+    open_tokenizer(tmp_path / "out/tokenizer", facts)
     tokenizer = load_tokenizer(tmp_path / "out/tokenizer")
     assert mask_id not in encode(tokenizer, ["a [MASK] in plain text, [SEP] and <|endoftext|>"])[0]
     prepare(request(corpus, tokenizer=str(folder), vocab_size=None, packing="padded"), tmp_path / "padded")
     facts = ShardSet(tmp_path / "padded/train").tokenizer
-    assert len({facts["pad_id"], facts["eos_id"], facts["mask_id"]}) == 3
-    check_tokenizer(tmp_path / "padded/tokenizer", facts)
+    assert len({facts.pad_id, facts.eos_id, facts.mask_id}) == 3
+    open_tokenizer(tmp_path / "padded/tokenizer", facts)

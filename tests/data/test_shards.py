@@ -6,12 +6,21 @@ import webdataset
 
 from lomdm_dist.data import shards as shards_module
 from lomdm_dist.data.order import ShuffledOrder
-from lomdm_dist.data.shards import ShardSet, ShardWriter, check_model_fits
+from lomdm_dist.data.shards import ShardSet, ShardWriter, check_model_fits, read_manifest
 from lomdm_dist.errors import UserError
 
 LENGTH = 6
 ROWS = np.random.default_rng(0).integers(0, 70_000, (23, LENGTH))
-TOKENIZER = {"sha256": "x", "vocab_size": 70_000, "eos_id": 0, "mask_id": 1, "pad_id": None}
+TOKENIZER = {"sha256": "x", "vocab_size": 70_000, "eos_id": 0, "mask_id": 69_999, "pad_id": None}
+FACTS = {
+    "version": "test",
+    "split": "train",
+    "packing": "packed",
+    "tokenizer": TOKENIZER,
+    "tokens": ROWS.size,
+    "documents": 1,
+    "dropped_tokens": 0,
+}
 
 
 @pytest.fixture
@@ -22,13 +31,13 @@ def folder(tmp_path, monkeypatch):
     writer = ShardWriter(tmp_path / "shards", LENGTH, 70_000)
     for row in ROWS:
         writer.add(row)
-    writer.close(packing="packed", tokenizer=TOKENIZER, tokens=ROWS.size, documents=1, split="train")
+    writer.close(**FACTS)
     return tmp_path / "shards"
 
 
 def test_any_row_in_any_order(folder):
     shards = ShardSet(folder)
-    assert len(shards) == 23 and len(shards.manifest["shards"]) == 3
+    assert len(shards) == 23 and len(shards.manifest.shards) == 3
     indices = np.random.default_rng(1).permutation(23)
     assert np.array_equal(shards.rows(indices), ROWS[indices])
     assert shards.rows(np.array([], dtype=int)).shape == (0, LENGTH)
@@ -76,22 +85,60 @@ def test_damage_names_the_file(folder, damage, message, verify):
         ShardSet(folder, verify=verify)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequences": 22}, "sequences is not the sum"),
+        ({"packing": "sideways"}, "packing"),
+        ({"length": 0}, "length"),
+        ({"tokenizer": 3}, "tokenizer"),
+        ({"shards": []}, "shards"),
+        ({"shards": [{"name": "../evil.tar", "sequences": 23, "sha256": ""}]}, "shards.0.name"),
+        ({"dtype": "uint16"}, "not that of the vocabulary"),
+    ],
+)
+def test_an_edited_manifest_is_refused(folder, change, message):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=f"manifest.json is damaged .*{message}"):
+        ShardSet(folder)
+
+
+def test_a_shard_listed_twice_is_refused(folder):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["shards"][1] = manifest["shards"][0]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="listed twice"):
+        ShardSet(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("mask_id", int(ROWS[3, 2])), ("vocab_size", 65_600)])
+def test_ids_that_are_not_text_are_refused(folder, key, value):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["tokenizer"][key] = value
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="hold ids that are not text"):
+        ShardSet(folder).batch(np.arange(23), "cpu")
+
+
 def test_shards_of_another_model_are_refused(folder):
-    check_model_fits(ShardSet(folder), 70_000, 1, LENGTH)
+    check_model_fits(ShardSet(folder), 70_000, 69_999, LENGTH)
     with pytest.raises(
         UserError, match=r"model.vocab_size is 50258, the shards have 70000; model.length is 8"
     ):
-        check_model_fits(ShardSet(folder), 50_258, 1, 8)
+        check_model_fits(ShardSet(folder), 50_258, 69_999, 8)
 
 
 def test_uint16_where_the_vocabulary_allows(tmp_path):
     for vocab_size, dtype in ((65_536, "uint16"), (65_537, "uint32")):
         writer = ShardWriter(tmp_path / dtype, LENGTH, vocab_size)
         writer.add(np.full(LENGTH, vocab_size - 1))
-        manifest = writer.close(packing="packed", tokenizer=TOKENIZER)
-        assert manifest["dtype"] == dtype
+        manifest = writer.close(**FACTS | {"tokenizer": TOKENIZER | {"vocab_size": vocab_size}})
+        assert manifest.dtype == dtype
         assert (ShardSet(tmp_path / dtype).rows(np.array([0])) == vocab_size - 1).all()
-        assert json.loads((tmp_path / dtype / "manifest.json").read_text()) == manifest
+        assert read_manifest(tmp_path / dtype) == manifest
 
 
 def test_each_epoch_is_the_whole_data_set_and_any_position_is_reached_directly():

@@ -1,0 +1,61 @@
+"""Folders and files that are whole or absent, and checks of where results go."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from lomdm_dist.errors import UserError
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new content, never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path):
+    """A folder to fill; it becomes `out` when the block ends well, and is removed otherwise.
+
+    Raises UserError where `out` holds something already, or cannot be made.
+    """
+    out = out.resolve()
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    try:
+        partial.chmod(0o755)
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_writable(path: Path) -> None:
+    """Before the work: can a result be written to this file? Raises UserError."""
+    folder = path.resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if path.is_dir() or not path.name:
+            raise IsADirectoryError(0, "it is a folder")
+    except OSError as error:
+        raise UserError(f"cannot write the result to {path}: {error.strerror}") from None

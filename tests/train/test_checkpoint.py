@@ -1,0 +1,57 @@
+import json
+import math
+
+import pytest
+
+from lomdm_dist.machine import to_json
+from lomdm_dist.process import keyed_uniforms
+from lomdm_dist.train.checkpoint import _drop_old
+from lomdm_dist.train.metrics import _has_wandb_key, _keep_until
+
+
+def steps_left(folder, newest, keep) -> list[str]:
+    _drop_old(folder / f"step-{newest}", keep)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_checkpoint_is_never_dropped(tmp_path):
+    """A run resumed from step 4 of 4, 6, 8 saves step 5: the later ones are not newer."""
+    for name in ("step-4", "step-5", "step-6", "step-8", "step-old1", ".step-9.partial"):
+        (tmp_path / name).mkdir()
+    rest = [".step-9.partial", "step-6", "step-8", "step-old1"]
+    assert steps_left(tmp_path, 5, keep=2) == sorted([*rest, "step-4", "step-5"])
+    assert steps_left(tmp_path, 5, keep=1) == sorted([*rest, "step-5"])
+    assert steps_left(tmp_path, 8, keep=1) == sorted([".step-9.partial", "step-8", "step-old1"])
+
+
+def test_metrics_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n[1]\nnull\n\xff\n{"step": 3}\n{"step": 2, "va')
+    _keep_until(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    _keep_until(tmp_path / "absent", 2)
+
+
+def test_json_holds_no_number_that_is_none():
+    assert json.loads(to_json({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}})) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": {"d": None},
+    }
+
+
+@pytest.mark.parametrize("netrc", [None, "machine elsewhere login me password it", "not a netrc"])
+def test_wandb_without_a_key_of_its_own_does_not_ask(tmp_path, monkeypatch, netrc):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if netrc:
+        (tmp_path / ".netrc").write_text(netrc)
+    assert not _has_wandb_key()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert _has_wandb_key()
+
+
+def test_large_seeds_stay_apart():
+    draws = [keyed_uniforms(seed, 0, 0, [0], 1).item() for seed in (0, 1, 2**53, 2**53 + 1, 2**63 - 1)]
+    assert len(set(draws)) == 5
