@@ -11,7 +11,7 @@ import pytest
 
 from lomdm_dist.cli import main
 from lomdm_dist.data.prepare import Request, prepare
-from lomdm_dist.train.loop import run_lock
+from lomdm_dist.train.inputs import run_lock
 
 ROOT = Path(__file__).parents[1]
 

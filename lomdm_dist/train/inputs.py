@@ -1,0 +1,112 @@
+"""What a run reads, opened and checked before any process group starts, and its folder's lock."""
+
+import contextlib
+import fcntl
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from lomdm_dist.config import Config
+from lomdm_dist.data.shards import ShardSet, check_model_fits
+from lomdm_dist.data.tokenizer import open_tokenizer
+from lomdm_dist.errors import UserError
+from lomdm_dist.parallel.grid import rank, world_size
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint
+
+LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, opened and checked before any process group starts."""
+
+    train: ShardSet
+    valid: ShardSet
+    resumed: Checkpoint | None
+
+
+def open_inputs(config: Config, resume: str | None) -> Inputs:
+    """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
+    first = rank() == 0
+    config.accumulation(world_size())
+    model = config.model
+    shards = []
+    for folder in (config.data.train, config.data.valid):
+        opened = ShardSet(folder, verify=first)
+        check_model_fits(opened, model.vocab_size, model.mask_id, model.length)
+        shards.append(opened)
+    if shards[0].tokenizer != shards[1].tokenizer:
+        raise UserError(f"{config.data.train} and {config.data.valid} were made with different tokenizers")
+    if shards[0].manifest.packing != shards[1].manifest.packing:
+        raise UserError(f"{config.data.train} and {config.data.valid} are packed differently")
+    if first:
+        open_tokenizer(shards[0].tokenizer_folder, shards[0].tokenizer)
+    return Inputs(*shards, _open_resumed(config, resume, shards[0]))
+
+
+def _open_resumed(config: Config, resume: str | None, train: ShardSet) -> Checkpoint | None:
+    """The checkpoint to continue from, if any; never one that would overwrite another run."""
+    run = config.train.run
+    started = (run / LATEST).exists()
+    if run.exists() and not run.is_dir():
+        raise UserError(f"train.run {run} is a file; give a folder")
+    if resume is None and started:
+        raise UserError(
+            f"{run} holds checkpoints of an earlier run: continue it with --resume auto, "
+            "or give another train.run"
+        )
+    if run.exists() and any(run.iterdir()) and not started and not (run / LOCK).exists():
+        raise UserError(f"train.run {run} holds files that are not of a run; give another folder")
+    if resume is None or (resume == "auto" and not started):
+        return None
+    resumed = Checkpoint(run if resume == "auto" else resume)
+    if started and resumed.folder.resolve().parent != (run / "checkpoints").resolve():
+        raise UserError(
+            f"{run} holds checkpoints of its own: to start from {resumed.folder}, give another train.run"
+        )
+    _check_resumable(resumed, config, train)
+    return resumed
+
+
+def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) -> None:
+    ours, theirs = config.as_dict(), checkpoint.config.as_dict()
+    different = [
+        f"{section}.{key} was {theirs[section][key]}, is {ours[section][key]}"
+        for section, keys in {
+            "model": ours["model"].keys() - {"dropout"},
+            "objective": {"name", "c1", "c2"},
+            "train": {"global_batch", "seed"},
+        }.items()
+        for key in sorted(keys)
+        if ours[section][key] != theirs[section][key]
+    ]
+    if checkpoint.state.data.tokenizer != train.tokenizer:
+        different.append("the tokenizer of the shards is another")
+    elif checkpoint.state.data.identity != train.manifest.identity():
+        different.append(f"the sequences in {train.folder} are others")
+    if different:
+        raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
+
+
+@contextlib.contextmanager
+def run_lock(run: Path):
+    """Hold a run's folder against a second job; the system lets go of it when this process ends."""
+    if rank() != 0:
+        yield
+        return
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / LOCK, "a+")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write to train.run {run}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(f"{run} is in use by {lock.read().strip()}; stop it or wait") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        yield
