@@ -6,13 +6,16 @@ at e = 0.05 and these numbers cost nothing beside the network.
 """
 
 from lomdm_dist.process.noise import keyed_uniforms
-from lomdm_dist.process.objective import corrupt, log_q, nelbo_integrand, rloo_surrogate
-from lomdm_dist.process.schedules import PowerSchedule, norm_sig
+from lomdm_dist.process.objective import corrupt, genmd4_integrand, log_q, nelbo_integrand, rloo_surrogate
+from lomdm_dist.process.schedules import PolynomialSchedule, PowerSchedule, WindowSchedule, norm_sig
 from lomdm_dist.process.time import sample_time, stratify
 
 __all__ = [
+    "PolynomialSchedule",
     "PowerSchedule",
+    "WindowSchedule",
     "corrupt",
+    "genmd4_integrand",
     "keyed_uniforms",
     "log_q",
     "nelbo_integrand",

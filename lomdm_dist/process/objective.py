@@ -38,6 +38,24 @@ def nelbo_integrand(
     return (velocity * ce).sum(dim=1), divergence.sum(dim=1)
 
 
+def genmd4_integrand(
+    log_probs: Tensor, x: Tensor, masked: Tensor, exponent_by_token: Tensor, t: Tensor
+) -> Tensor:
+    """GenMD4: the exponent of a position is that of its token, and hatA its expectation under the network.
+
+    log_probs [B, L, V], x and masked [B, L], exponent_by_token w [V], t [B] -> [B], float64:
+    (1/t) sum over masked of w_x (-log p_x) - w_x + <w, p>. It is the bound's integrand with
+    A = w_x / t, hatA = <w, p> / t and the network's distribution reweighted to p w / <w, p>: the
+    logarithms of w_x / <w, p> in the two terms cancel.
+    """
+    weights = exponent_by_token.to(torch.float64)
+    log_probs = log_probs.to(torch.float64)
+    ce = -log_probs.gather(2, x[..., None])[..., 0]
+    expected = log_probs.exp() @ weights
+    terms = torch.where(masked, weights[x] * (ce - 1) + expected, 0.0)
+    return terms.sum(dim=1) / t.to(torch.float64).reshape(-1)
+
+
 def rloo_surrogate(log_q1: Tensor, log_q2: Tensor, loss1: Tensor, loss2: Tensor) -> Tensor:
     """1/2 (log q(z1|x) - log q(z2|x)) stopgrad(L1 - L2), all [B].
 

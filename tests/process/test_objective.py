@@ -9,6 +9,8 @@ from scipy import integrate
 
 from lomdm_dist.process import (
     PowerSchedule,
+    WindowSchedule,
+    genmd4_integrand,
     keyed_uniforms,
     log_q,
     nelbo_integrand,
@@ -69,9 +71,9 @@ def test_time_rules_estimate_the_integral(rule, eps):
     uniforms[:, 0] = stratify(uniforms[:, 0], torch.arange(n), n)
     t, weight = sample_time(EXPONENT.expand(n, L), uniforms[:, :2], rule, eps)
     masked = uniforms[:, 2:] < t[:, None] ** EXPONENT
-    row = (masked * torch.tensor([4, 2, 1])).sum(1)
+    rows = (masked * torch.tensor([4, 2, 1])).sum(1)
     main, velocity = nelbo_integrand(
-        CE[row], masked, PowerSchedule(EXPONENT).velocity(t), PowerSchedule(HAT[row]).velocity(t)
+        CE[rows], masked, PowerSchedule(EXPONENT).velocity(t), PowerSchedule(HAT[rows]).velocity(t)
     )
     estimate = weight * (main + velocity)
     error = estimate.std().item() / n**0.5
@@ -89,6 +91,79 @@ def test_uncut_bound_of_a_constant_network_and_what_a_cut_loses():
     assert abs(bound.mean() - 1) < 4 * bound.std() / n**0.5
     cut = (bound * (t >= 1e-3)).mean()
     assert cut.item() == pytest.approx(1 - 1e-3**0.375, abs=4 * bound.std().item() / n**0.5)
+
+
+def quadrature_of_bound(ce, schedule, edges=()):
+    """The bound of a fixed schedule under a table of CE: sum over patterns, integral over time."""
+    patterns = PATTERNS[:, : ce.shape[1]]
+
+    def integrand(t):
+        time = torch.tensor([t], dtype=torch.float64)
+        velocity = schedule.velocity(time).expand_as(ce)
+        log_prob = torch.where(patterns, schedule.log_mask_prob(time), schedule.log_keep_prob(time)).sum(1)
+        return (log_prob.exp() * nelbo_integrand(ce, patterns, velocity, velocity)[0]).sum().item()
+
+    pieces = [0.0, *edges, 1.0]
+    return sum(
+        integrate.quad(integrand, a, b, epsabs=1e-10, limit=200)[0] for a, b in itertools.pairwise(pieces)
+    )
+
+
+def row(*masked: bool) -> int:
+    return int((torch.tensor(masked) * torch.tensor([4, 2, 1])).sum())
+
+
+def test_left_to_right_is_the_chain_rule_up_to_eps():
+    """And halving eps halves the difference."""
+    chain = CE[row(1, 1, 1), 0] + CE[row(0, 1, 1), 1] + CE[row(0, 0, 1), 2]
+    edges = (1 / 3, 2 / 3)
+    differences = [
+        quadrature_of_bound(CE, WindowSchedule.left_to_right(3, eps), edges) - chain.item()
+        for eps in (2e-4, 1e-4)
+    ]
+    assert abs(differences[1]) < 50 * 1e-4
+    assert differences[0] / differences[1] == pytest.approx(2, rel=0.01)
+
+
+def test_a_permutation_is_the_chain_rule_in_its_order_and_its_inverse_another():
+    order = torch.tensor([2, 0, 1])
+    chain = CE[row(1, 1, 1), 2] + CE[row(1, 1, 0), 0] + CE[row(0, 1, 0), 1]
+    inverse = CE[row(1, 1, 1), 1] + CE[row(1, 0, 1), 2] + CE[row(1, 0, 0), 0]
+    assert abs(chain - inverse) > 0.1
+    for permutation, expected in ((order, chain), (torch.argsort(order), inverse)):
+        bound = quadrature_of_bound(CE, WindowSchedule.permutation(permutation, 1e-5), (1 / 3, 2 / 3))
+        assert bound == pytest.approx(expected.item(), abs=1e-3)
+
+
+def test_one_block_is_mdlm_in_another_clock_and_single_blocks_are_left_to_right():
+    mdlm = quadrature_of_bound(CE, PowerSchedule(torch.ones(1, 3)))
+    assert quadrature_of_bound(CE, WindowSchedule.blocks(3, 3, 1e-4)) == pytest.approx(mdlm, abs=1e-6)
+    # MDLM in closed form: each order of generation is as likely as any other
+    orders = [
+        sum(CE[row(*(int(p in order[k:]) for p in range(3))), order[k]] for k in range(3))
+        for order in itertools.permutations(range(3))
+    ]
+    assert mdlm == pytest.approx(float(sum(orders) / 6), abs=1e-8)
+
+
+def test_genmd4_is_the_bound_with_the_reweighted_network():
+    """A = w_x / t, hatA = <w, p> / t, and p w / <w, p> in place of p; to 1e-12, term by term."""
+    V = 5
+    log_probs = torch.randn(len(PATTERNS), L, V, generator=generator, dtype=torch.float64).log_softmax(-1)
+    weights = torch.rand(V, generator=generator, dtype=torch.float64) + 0.2
+    x = torch.tensor([[0, 3, 4]]).expand(len(PATTERNS), L)
+    t = torch.full((len(PATTERNS),), 0.37, dtype=torch.float64)
+    expected_weight = log_probs.exp() @ weights
+    reweighted = log_probs + weights.log() - expected_weight.log()[..., None]
+    ce = -reweighted.gather(2, x[..., None])[..., 0]
+    main, velocity = nelbo_integrand(ce, PATTERNS, weights[x] / t[:, None], expected_weight / t[:, None])
+    assert torch.allclose(genmd4_integrand(log_probs, x, PATTERNS, weights, t), main + velocity, atol=1e-12)
+    equal = torch.full((V,), 0.7, dtype=torch.float64)
+    ce = -log_probs.gather(2, x[..., None])[..., 0]
+    fixed = PowerSchedule(torch.full((1, L), 0.7, dtype=torch.float64)).velocity(t)
+    power, zero = nelbo_integrand(ce, PATTERNS, fixed, fixed)
+    assert torch.allclose(genmd4_integrand(log_probs, x, PATTERNS, equal, t), power, atol=1e-12)
+    assert (zero == 0).all()
 
 
 def test_rloo_expectation_is_the_exact_gradient():
