@@ -21,6 +21,7 @@ setup(
         "deepspeed",
         "megatron-core",
         "numpy",
+        "psutil",
         "pyarrow",
         "pydantic",
         "pyyaml",

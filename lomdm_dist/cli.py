@@ -11,11 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+from lomdm_dist import __version__
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.files import check_writable
 
 FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
 SECONDS_AFTER_THE_FIRST = 5
+PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
+OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
+WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
 
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
@@ -65,16 +69,23 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+_ABOUT = {
+    "description": "Train, evaluate, sample and export learnable-order masked diffusion language models.",
+    "epilog": "Exit status: 0 done, 2 your mistake, 75 stopped on request after saving, 1 anything else.",
+}
+
+
 def _parser(default_command: str | None) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--version", action="version", version=f"lomdm_dist {__version__}")
     common.add_argument("--json", metavar="FILE", help="write the result here too")
     common.add_argument("--debug", action="store_true", help="show the traceback of a mistake")
     if default_command == "train":
-        parser = argparse.ArgumentParser(prog="train.py", parents=[common], description=__doc__)
+        parser = argparse.ArgumentParser(prog="train.py", parents=[common], **_ABOUT)
         _train_options(parser)
         return parser
 
-    parser = argparse.ArgumentParser(prog="lomdm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="lomdm", parents=[common], **_ABOUT)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     _prepare_options(commands.add_parser("prepare", parents=[common], help="raw text -> token shards"))
@@ -98,14 +109,16 @@ def _prepare_options(parser: argparse.ArgumentParser) -> None:
         "recipe", choices=["text"], help="text: .txt, .jsonl, .parquet (also .gz, .zst), hf:NAME"
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, or hf:NAME[:SPLIT]")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     parser.add_argument(
         "--tokenizer", required=True, help="bpe or wordpiece to train one; else a folder or hub name"
     )
     parser.add_argument("--vocab-size", type=int, help="of a tokenizer trained here")
     parser.add_argument("--length", type=int, required=True, help="tokens a sequence")
-    parser.add_argument("--packing", choices=["packed", "padded"], default="packed")
-    parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out")
+    parser.add_argument("--packing", choices=["packed", "padded"], default="packed", help=PACKING)
+    parser.add_argument(
+        "--valid-fraction", type=float, default=0.05, help="share of documents held out (0.05)"
+    )
     parser.add_argument(
         "--sample-by",
         choices=["line", "paragraph", "document"],
@@ -127,12 +140,16 @@ def _prepare(options) -> None:
         f"{'reused' if reused else 'prepared'} {options.out}: {totals['sequences']:,} sequences, "
         f"{totals['tokens']:,} tokens, {totals['documents']:,} documents, {totals['shards']} shards"
     )
+    print(
+        f"for the config: model.vocab_size={totals['vocab_size']} model.mask_id={totals['mask_id']} "
+        f"model.length={request.length} data.train={options.out}/train data.valid={options.out}/valid"
+    )
     machine.write_result(options.json, totals | {"reused": reused}, vars(request))
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", required=True, help="a YAML file, e.g. configs/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     parser.add_argument(
         "--resume", metavar="auto|CHECKPOINT", help="auto: from the run's latest, if there is one"
     )
@@ -156,16 +173,16 @@ def _train(options) -> None:
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, help="a run folder (its latest) or a checkpoint")
-    parser.add_argument("--weights", choices=["ema", "raw"], default="ema")
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help=WEIGHTS)
 
 
 def _ppl_options(parser: argparse.ArgumentParser) -> None:
     _checkpoint_options(parser)
     parser.add_argument("--data", type=Path, required=True, help="a folder of token shards")
-    parser.add_argument("--preset", choices=["bound"], default="bound")
-    parser.add_argument("--draws", type=int, default=1, help="draws of (time, masks) a sequence")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--preset", choices=["bound"], default="bound", help="convention of the number")
+    parser.add_argument("--draws", type=int, default=1, help="of (time, masks) a sequence (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences at once (default 32)")
     parser.add_argument("--limit", type=int, help="evaluate the first sequences only")
     parser.set_defaults(run=_ppl)
 
@@ -212,11 +229,11 @@ def _ppl(options) -> None:
 
 def _sample_options(parser: argparse.ArgumentParser) -> None:
     _checkpoint_options(parser)
-    parser.add_argument("--num", type=int, default=4, help="sequences")
+    parser.add_argument("--num", type=int, default=4, help="sequences (default 4)")
     parser.add_argument("--length", type=int, help="tokens; default and most: the model's")
     parser.add_argument("--steps", type=int, help="steps of time; default: the length")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences at once (default 16)")
     parser.set_defaults(run=_sample)
 
 
@@ -260,8 +277,8 @@ def _sample(options) -> None:
 
 def _to_hf_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a run folder (its latest) or a checkpoint")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--weights", choices=["ema", "raw"], default="ema")
+    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help=WEIGHTS)
     parser.set_defaults(run=_to_hf)
 
 

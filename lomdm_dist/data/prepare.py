@@ -114,7 +114,8 @@ def _totals(out: Path) -> dict:
     for split in splits:
         open_tokenizer(split.tokenizer_folder, split.tokenizer)
     totals = {k: sum(getattr(s.manifest, k) for s in splits) for k in ("sequences", "tokens", "documents")}
-    return totals | {"shards": sum(len(s.manifest.shards) for s in splits)}
+    facts = {key: getattr(splits[0].tokenizer, key) for key in ("vocab_size", "mask_id")}
+    return totals | facts | {"shards": sum(len(s.manifest.shards) for s in splits)}
 
 
 def _tokenizer(request: Request):
@@ -140,7 +141,7 @@ def _write_splits(request: Request, tokenizer, folder: Path) -> None:
         for name in SPLITS
     }
     documents = read_documents(request)
-    with tqdm(desc="prepare", unit=" tokens", unit_scale=True) as bar:
+    with tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=None) as bar:
         while batch := list(itertools.islice(documents, DOCUMENTS_A_BATCH)):
             for text, ids in zip(batch, encode(tokenizer, batch), strict=True):
                 split = "valid" if in_valid(text, request.valid_fraction) else "train"

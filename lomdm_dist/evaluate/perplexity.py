@@ -69,7 +69,7 @@ def estimate_bound(
     # a sharded model needs all ranks in each forward pass
     rounds = math.ceil(math.ceil(len(indices) / size) / batch)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-    for k in tqdm(range(rounds), desc="evaluate", disable=not progress):
+    for k in tqdm(range(rounds), desc="evaluate", disable=None if progress else True):
         numbers = mine[k * batch : (k + 1) * batch]
         spare = not len(numbers)
         if spare:

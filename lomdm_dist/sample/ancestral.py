@@ -47,7 +47,7 @@ def sample(
     device = next(model.parameters()).device
     batches = torch.arange(count).split(batch)
     rows = []
-    with tqdm(total=steps * len(batches), desc="sample", disable=not progress) as bar:
+    with tqdm(total=steps * len(batches), desc="sample", disable=None if progress else True) as bar:
         for indices in batches:
             z = torch.full((len(indices), length), mask_id, device=device)
             for k in range(steps):

@@ -16,7 +16,7 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -64,6 +64,7 @@ class DataFacts(BaseModel):
 class State(BaseModel):
     """state.json. `files` holds the checksum of every other file of the checkpoint."""
 
+    format: Literal[1]
     step: int = Field(ge=0)
     sequences: int = Field(ge=0)
     tokens: int = Field(ge=0)
@@ -138,6 +139,7 @@ def save_checkpoint(
         shares = grid.gather({name: sha256(partial / name) for name in _share(checkpoint_files(partial))})
         if grid.first:
             state = State(
+                format=1,
                 **vars(progress),
                 ema_updates=average.updates,
                 data=data,
@@ -211,6 +213,10 @@ class Checkpoint:
         try:
             self.state = State.model_validate_json((self.folder / STATE).read_bytes())
         except ValidationError as error:
+            if any(problem["loc"] == ("format",) for problem in error.errors()):
+                raise UserError(
+                    f"checkpoint {self.folder} was written by another version of lomdm_dist: use that version"
+                ) from None
             self._damaged(f"{STATE}: {error.errors()[0]['msg']}")
         for name in _share(sorted(self.state.files)):
             if not (self.folder / name).is_file():

@@ -1,11 +1,15 @@
 """The training loop: counts, saves and reports. What a step is stands in `step.py`."""
 
+import contextlib
 import math
+import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from lomdm_dist import machine
@@ -25,21 +29,44 @@ from lomdm_dist.train.step import draw_noise, two_sample_loss
 
 
 class StopRequest:
-    """Set by SIGTERM, SIGINT or SIGUSR1: finish the step, save, and exit 75."""
+    """Asked by SIGTERM, SIGINT or SIGUSR1, or by the end of the launcher: finish the step, save, exit 75.
+
+    Launchers differ in what they pass on. The one of deepspeed dies of a signal and leaves its
+    workers running, unseen and unstopped; so does torchrun of SIGUSR1, and any of SIGKILL.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
 
     def __enter__(self):
-        self.asked = False
-        self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
+        self._signalled = False
+        self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
+        parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
+        self._launchers = [p for p in parents if any(name in _command(p) for name in self.LAUNCHERS)]
         return self
 
-    def _ask(self, *_):
-        self.asked = True
+    def _note(self, *_):
+        self._signalled = True
+
+    @property
+    def asked(self) -> bool:
+        return self._signalled or not all(_alive(launcher) for launcher in self._launchers)
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def train(config: Config, resume: str | None = None, stop_after: int | None = None) -> dict:
@@ -90,16 +117,16 @@ class Run:
     def train(self, stop: StopRequest, stop_after: int) -> dict:
         train, reporter = self.config.train, self.reporter
         reporter.say(self._heading())
-        self.clock, self.logged = time.perf_counter(), self.progress
+        self.clock, self.logged, self.unlogged = time.perf_counter(), self.progress, Counter()
         sums = {}
         while (step := self.progress.step) < train.steps:
             sums = self.step(step, stop)
             self._count(sums)
             done, last = step + 1, step + 1 == train.steps
             if done % train.log_every == 0 or last:
-                self._log(sums)
+                self._log()
             aside = time.perf_counter()
-            if train.valid_every and done % train.valid_every == 0:
+            if train.valid_every and (last or done % train.valid_every == 0):
                 self._validate()
             stopping = not last and (sums["asked"] > 0 or done == stop_after)
             if stopping or last or done % train.save_every == 0:
@@ -142,28 +169,29 @@ class Run:
                 )
         sequences = self.progress.sequences + self.config.train.global_batch
         self.progress = Progress(done, sequences, self.progress.tokens + round(sums["tokens"]))
+        self.unlogged.update(sums)
 
-    def _log(self, sums: dict[str, float]) -> None:
+    def _log(self) -> None:
         now, steps = time.perf_counter(), self.progress.step - self.logged.step
-        metrics = self._metrics(sums, now - self.clock)
+        metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
         self.reporter.progress(metrics, (now - self.clock) / steps)
-        self.clock, self.logged = now, self.progress
+        self.clock, self.logged, self.unlogged = now, self.progress, Counter()
 
     def _sequences(self, step: int, first: int, count: int):
         """Sequences first .. first + count - 1 of the step's global batch: x [B, L], valid or None."""
         position = step * self.config.train.global_batch + first
         return self.data.batch(self.order.at(position, count), self.grid.device)
 
-    def _metrics(self, sums: dict[str, float], seconds: float) -> dict:
-        """What is logged of a step; speeds are means over the steps since the last log."""
+    def _metrics(self, seconds: float) -> dict:
+        """What is logged: means over the steps since the last log; grad_norm is the last step's."""
         config, steps = self.config, self.progress.step - self.logged.step
         rates = learning_rates(config.optim, self.progress.step - 1, learned=True)
         flops = step_flops_a_sequence(config) * config.train.global_batch * steps
         peak = machine.peak_flops()
         return {
             "step": self.progress.step,
-            **step_metrics(sums),
+            **step_metrics(self.unlogged),
             "grad_norm": self.gradient_norm,
             "lr": rates[0],
             "lr_heads": rates[1],

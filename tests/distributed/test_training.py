@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +57,16 @@ def start(processes: int, *arguments) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, expect: int = 0) -> str:
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == expect, output
     return output
+
+
+def wait_for(path: Path, text: str, process: subprocess.Popen) -> None:
+    deadline = time.time() + 600
+    while not path.exists() or text not in path.read_text():
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
+        time.sleep(0.02)
 
 
 def curve(run: Path, key: str = "loss") -> dict[int, float]:
@@ -98,11 +106,10 @@ def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, ba
     run = tmp_path / "run"
     options = [*base, "train.steps=25", "train.save_every=15", f"train.run={run}"]
     process = start(2, *options)
-    metrics = run / "metrics.jsonl"
-    deadline = time.time() + 120
-    while time.time() < deadline and (not metrics.exists() or '"step": 17' not in metrics.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+    wait_for(run / "metrics.jsonl", '"step": 17', process)
+    workers = psutil.Process(process.pid).children(recursive=True)  # in sessions of their own
+    for worker in workers:
+        worker.kill()
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert (run / "latest").read_text() == "step-15\n"
@@ -144,13 +151,25 @@ def test_bf16_follows_fp32(tmp_path, base, whole_run, stage):
 def test_sigterm_saves_and_exits_75(tmp_path, base):
     run = tmp_path / "run"
     process = start(1, *base, "train.steps=100000", f"train.run={run}")
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+    wait_for(run / "metrics.jsonl", '"step": 1,', process)
     process.send_signal(signal.SIGTERM)
     assert "stopped on request" in finish(process, expect=75)
     last = max(curve(run))
     assert (run / "latest").read_text() == f"step-{last}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+def test_workers_whose_launcher_is_gone_save_and_end(tmp_path, base, number):
+    """torchrun dies of either and tells its workers nothing; the run must neither go on nor be lost."""
+    run = tmp_path / "run"
+    process = start(2, *base, "train.steps=100000", f"train.run={run}")
+    wait_for(run / "metrics.jsonl", '"step": 3', process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=120)
+    assert not alive
+    assert (run / "latest").read_text() == f"step-{max(curve(run))}\n"
 
 
 def test_dropout_repeats_after_a_resume(tmp_path, base):

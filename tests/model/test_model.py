@@ -1,4 +1,5 @@
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from lomdm_dist.model import LoMDM
 from lomdm_dist.model.flops import block_flops
 from lomdm_dist.train.step import Noise, two_sample_loss
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 
 
 def head_parameters(width: int, condition: int = 128) -> int:
@@ -75,7 +77,10 @@ def noise(config: Config, batch: int, t: float | None = None) -> Noise:
 
 
 def test_every_config_file_is_tested():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PARAMETERS)
+    listed = subprocess.run(["git", "ls-files", "configs/*.yaml"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: cannot tell the project's configs from a user's own")
+    assert {Path(name).stem for name in listed.stdout.split()} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
