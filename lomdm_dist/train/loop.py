@@ -42,7 +42,7 @@ class StopRequest:
         self._signalled = False
         self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
         parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
-        self._launchers = [p for p in parents if any(name in _command(p) for name in self.LAUNCHERS)]
+        self._launchers = [p for p in parents if _is_launcher(p, self.LAUNCHERS)]
         return self
 
     def _note(self, *_):
@@ -57,10 +57,12 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def _command(process: psutil.Process) -> str:
+def _is_launcher(process: psutil.Process, names: tuple[str, ...]) -> bool:
+    """A Python process with one of these names in its command; not the shell script that called it."""
     with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+        command = " ".join(process.cmdline())
+        return Path(process.exe()).name.startswith("python") and any(name in command for name in names)
+    return False
 
 
 def _alive(process: psutil.Process) -> bool:
