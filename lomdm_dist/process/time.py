@@ -25,13 +25,14 @@ def stratify(uniforms: Tensor, indices: Tensor, batch: int) -> Tensor:
 def sample_time(exponent: Tensor, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor, Tensor]:
     """Draw t and weight = 1 / density(t), each [B], float64, without gradient.
 
-    exponent  [B, L] of the forward schedule ([B, 1] where all positions share it)
+    exponent  [B, L] of the forward schedule, or broadcastable ([B, 1] where all positions share it)
     uniforms  [B, 2]: the first for the time, the second for the position ("mixture" only)
     rule      "uniform": t uniform on [eps, 1], which cuts the bound at eps.
               "mixture": density (1/L) sum_i e_i t**(e_i - 1), i.e. pick a position and take
               u**(1/e_i). No cut, and no weight explodes: weight * A_i = L e_i / sum_j e_j t**e_j.
     """
-    exponent, uniforms = exponent.detach().to(torch.float64), uniforms.to(torch.float64)
+    uniforms = uniforms.to(torch.float64)
+    exponent = torch.atleast_2d(exponent.detach().to(torch.float64)).expand(len(uniforms), -1)
     u = uniforms[:, 0]
     if rule == "uniform":
         return eps + (1 - eps) * u, torch.full_like(u, 1 - eps)

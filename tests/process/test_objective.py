@@ -80,6 +80,17 @@ def test_time_rules_estimate_the_integral(rule, eps):
     assert abs(estimate.mean().item() - exact_bound(low=eps)) < 4 * error
 
 
+def test_times_of_a_shared_exponent_are_those_of_each_sequence():
+    uniforms = keyed_uniforms(0, 0, 0, range(5), 2)
+    whole = sample_time(EXPONENT.expand(5, L), uniforms, "mixture", 0.0)
+    for shared in (EXPONENT, EXPONENT[0]):
+        for ours, theirs in zip(sample_time(shared, uniforms, "mixture", 0.0), whole, strict=True):
+            assert torch.equal(ours, theirs)
+    t, weight = sample_time(torch.tensor(0.7), uniforms, "mixture", 0.0)
+    assert torch.allclose(t, uniforms[:, 0] ** (1 / 0.7))
+    assert torch.allclose(weight, t**0.3 / 0.7)
+
+
 def test_uncut_bound_of_a_constant_network_and_what_a_cut_loses():
     exponent, n = torch.full((1, 8), 0.375, dtype=torch.float64), 4096
     uniforms = keyed_uniforms(0, 0, 0, range(n), 10)
