@@ -83,7 +83,7 @@ def draw_curve() -> None:
     smooth = [statistics.mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
     valid = [(row["step"], row["valid_nll_per_token"]) for row in rows if "valid_nll_per_token" in row]
     axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-    axes.plot(steps, smooth, color="tab:blue", label="training, mean of 10 logged steps")
+    axes.plot(steps, smooth, color="tab:blue", label="training, mean of 100 steps")
     axes.plot(*zip(*valid, strict=True), "o-", color="tab:orange", label="validation", markersize=4)
     axes.axvline(STOP, color="gray", linestyle=":", label="stopped and resumed")
     axes.set(
