@@ -30,18 +30,14 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
         if options.json is not None:
             check_writable(Path(options.json))
         options.run(options)
-    except UserError as error:
+    except (UserError, OSError) as error:
         if options.debug:
             raise
-        _say(f"error: {error}")
-        sys.exit(MISTAKE)
+        mistake = isinstance(error, UserError)
+        _say(f"error: {error}" if mistake else f"error: {error} (--debug shows where)")
+        sys.exit(MISTAKE if mistake else FAILED)
     except StoppedOnRequest:
         sys.exit(REQUEUE)
-    except OSError as error:
-        if options.debug:
-            raise
-        _say(f"error: {error} (--debug shows where)")
-        sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

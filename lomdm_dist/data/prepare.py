@@ -21,7 +21,7 @@ import pyarrow.parquet
 from tqdm import tqdm
 
 from lomdm_dist import __version__
-from lomdm_dist.data.shards import ShardSet, ShardWriter, TokenizerFacts
+from lomdm_dist.data.shards import ShardSet, ShardWriter, TokenizerFacts, read_manifest
 from lomdm_dist.data.tokenizer import (
     TRAINED,
     describe,
@@ -86,6 +86,7 @@ def prepare(request: Request, out: Path) -> tuple[dict, bool]:
     out, fingerprint = out.resolve(), request.fingerprint()
     if (out / REQUEST).exists():
         _check_same_request(out, fingerprint)
+        _verify(out)
         return _totals(out), True
     with new_folder(out) as partial:
         tokenizer = _tokenizer(request)
@@ -108,14 +109,19 @@ def _check_same_request(out: Path, fingerprint: dict) -> None:
         )
 
 
-def _totals(out: Path) -> dict:
-    """Counts over both splits, which are opened and verified. Raises UserError."""
-    splits = [ShardSet(out / name) for name in SPLITS]
-    for split in splits:
+def _verify(out: Path) -> None:
+    """Read every shard and the tokenizer of an earlier run. Raises UserError."""
+    for name in SPLITS:
+        split = ShardSet(out / name)
         open_tokenizer(split.tokenizer_folder, split.tokenizer)
-    totals = {k: sum(getattr(s.manifest, k) for s in splits) for k in ("sequences", "tokens", "documents")}
+
+
+def _totals(out: Path) -> dict:
+    """Counts over both splits."""
+    splits = [read_manifest(out / name) for name in SPLITS]
+    totals = {key: sum(getattr(s, key) for s in splits) for key in ("sequences", "tokens", "documents")}
     facts = {key: getattr(splits[0].tokenizer, key) for key in ("vocab_size", "mask_id")}
-    return totals | facts | {"shards": sum(len(s.manifest.shards) for s in splits)}
+    return totals | facts | {"shards": sum(len(s.shards) for s in splits)}
 
 
 def _tokenizer(request: Request):
@@ -278,12 +284,10 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         fields = {f.name: f.type for f in file.schema_arrow}
-        if field in fields and not (
-            pyarrow.types.is_string(fields[field]) or pyarrow.types.is_large_string(fields[field])
-        ):
-            raise UserError(f"{path}: field {field!r} is not text but {fields[field]}")
         if field not in fields:
             _field(fields, field, str(path))
+        if not (pyarrow.types.is_string(fields[field]) or pyarrow.types.is_large_string(fields[field])):
+            raise UserError(f"{path}: field {field!r} is not text but {fields[field]}")
         for batch in file.iter_batches(columns=[field]):
             yield from (text or "" for text in batch.column(0).to_pylist())
     except (OSError, pyarrow.ArrowException) as error:

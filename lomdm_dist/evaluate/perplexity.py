@@ -25,24 +25,26 @@ from lomdm_dist.process.noise import Purpose
 CUT = 1e-3  # where the published trainers cut the time integral
 
 
-def sequence_bounds(model, x, valid, t_uniforms, mask_uniforms, mask_id: int) -> tuple:
-    """One draw of the uncut bound of each sequence and its part at t >= CUT, in nats: two [B].
+def sequence_bounds(model, x, valid, noise: list[torch.Tensor], mask_id: int) -> tuple:
+    """The uncut bound of each sequence and its part at t >= CUT, in nats, mean of the draws: two [B].
 
-    x [B, L]; valid [B, L] bool or None; t_uniforms [B, 2]; mask_uniforms [B, L].
+    x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks.
     """
     exponent = model.order(x, valid)
-    t, weight = sample_time(exponent, t_uniforms, "mixture", 0.0)
     schedule = PowerSchedule(exponent)
-    if valid is not None:
-        mask_uniforms = mask_uniforms.masked_fill(~valid, 1.0)
-    z = corrupt(x, schedule, t, mask_uniforms, mask_id)
-    masked = z == mask_id
-    ce, hat_exponent = model.denoise(z, x, masked, valid)
-    main, velocity = nelbo_integrand(
-        ce, masked, schedule.velocity(t), PowerSchedule(hat_exponent).velocity(t)
-    )
-    bound = weight * (main + velocity)
-    return bound, bound * (t >= CUT)
+    bound, cut = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
+    for uniforms in noise:
+        time, masks = uniforms.split([2, x.shape[1]], dim=1)
+        t, weight = sample_time(exponent, time, "mixture", 0.0)
+        z = corrupt(x, schedule, t, masks, mask_id, valid)
+        masked = z == mask_id
+        ce, hat_exponent = model.denoise(z, x, masked, valid)
+        main, velocity = nelbo_integrand(
+            ce, masked, schedule.velocity(t), PowerSchedule(hat_exponent).velocity(t)
+        )
+        drawn = weight * (main + velocity) / len(noise)
+        bound, cut = bound + drawn, cut + drawn * (t >= CUT)
+    return bound, cut
 
 
 @torch.no_grad()
@@ -75,14 +77,13 @@ def estimate_bound(
         if spare:
             numbers = np.zeros(1, dtype=np.int64)
         x, valid = shards.batch(indices[numbers], device)
-        bound, cut = torch.zeros(2, len(x), dtype=torch.float64, device=device)
+        noise = []
         for draw in range(draws):
             uniforms = keyed_uniforms(seed, Purpose.EVALUATE, draw, numbers, 2 + shards.length)
             strata = torch.from_numpy(numbers) * draws + draw
             uniforms[:, 0] = stratify(uniforms[:, 0], strata, len(indices) * draws)
-            time, masks = uniforms.to(device).split([2, shards.length], dim=1)
-            drawn = model(sequence_bounds, x, valid, time, masks, config.model.mask_id)
-            bound, cut = bound + drawn[0] / draws, cut + drawn[1] / draws
+            noise.append(uniforms.to(device))
+        bound, cut = model(sequence_bounds, x, valid, noise, config.model.mask_id)
         if not spare:
             tokens = torch.full_like(bound, shards.length) if valid is None else valid.sum(1).double()
             sums += _moments(tokens.cpu(), bound.cpu(), cut.cpu())

@@ -90,19 +90,22 @@ def set_learning_rates(engine, rates: list[float]) -> None:
         group["lr"] = rate
 
 
-def take_step(engine) -> float:
-    """`engine.step()`; returns the global gradient norm before clipping.
+def take_step(engine) -> float | None:
+    """`engine.step()`; where it ends an accumulation, the global gradient norm before clipping.
 
-    Meaningful where it ends an accumulation. DeepSpeed keeps the norm for ZeRO 1 to 3 only; without
-    ZeRO the reduced gradients lie here whole until the step.
+    DeepSpeed keeps the norm for ZeRO 1 to 3 only; without ZeRO the reduced gradients lie here whole
+    until the step.
     """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return None
     if engine.zero_optimization_stage() > 0:
         engine.step()
-        return float(engine.get_global_grad_norm() or 0.0)
+        return float(engine.get_global_grad_norm())
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = float(torch.nn.utils.get_total_norm(gradients))
     engine.step()
-    return float(norm)
+    return norm
 
 
 @dataclass(frozen=True)

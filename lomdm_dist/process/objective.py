@@ -4,12 +4,16 @@ import torch
 from torch import Tensor
 
 
-def corrupt(x: Tensor, schedule, t: Tensor, uniforms: Tensor, mask_id: int) -> Tensor:
+def corrupt(
+    x: Tensor, schedule, t: Tensor, uniforms: Tensor, mask_id: int, valid: Tensor | None = None
+) -> Tensor:
     """z_i = mask_id where u_i < 1 - alpha_i(t), else x_i; all [B, L].
 
-    A uniform of 1 keeps its position clean at every t (padding uses that).
+    Where `valid` is False (padding) a position stays, as it does where its uniform is 1.
     """
     masked = uniforms < schedule.log_mask_prob(t).exp()
+    if valid is not None:
+        masked = masked & valid
     return torch.where(masked, mask_id, x)
 
 

@@ -57,7 +57,7 @@ def two_sample_loss(
     t, weight = sample_time(exponent, noise.time, objective.time, objective.time_eps)
     schedule = PowerSchedule(exponent)
 
-    z = [corrupt(x, schedule, t, _clean_at(valid, u), config.model.mask_id) for u in noise.masks]
+    z = [corrupt(x, schedule, t, u, config.model.mask_id, valid) for u in noise.masks]
     masked = [z_k == config.model.mask_id for z_k in z]
     ce, hat_exponent = model.denoise(
         torch.cat(z), x.repeat(samples, 1), torch.cat(masked), _repeat(valid, samples)
@@ -93,11 +93,6 @@ def two_sample_loss(
             "tokens": torch.tensor(x.numel()) if valid is None else valid.sum(),
             "sequences": torch.tensor(len(x)),
         }
-
-
-def _clean_at(valid: Tensor | None, uniforms: Tensor) -> Tensor:
-    """A uniform of 1 is never masked: padding stays."""
-    return uniforms if valid is None else uniforms.masked_fill(~valid, 1.0)
 
 
 def _repeat(valid: Tensor | None, samples: int) -> Tensor | None:

@@ -139,3 +139,6 @@ def test_corruption_follows_the_schedule_and_a_uniform_of_one_stays():
     assert ((share - expected).abs() < 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
     at_one = corrupt(x[:1], PowerSchedule(exponent[:1]), torch.ones(1), torch.tensor([[0.0, 0.5, 1.0]]), 9)
     assert at_one.tolist() == [[9, 9, 1]]
+    valid = torch.tensor([[True, False, True]])
+    padded = corrupt(x[:1], PowerSchedule(exponent[:1]), torch.ones(1), torch.zeros(1, 3), 9, valid)
+    assert padded.tolist() == [[9, 1, 9]]
