@@ -19,6 +19,9 @@ FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
 SECONDS_AFTER_THE_FIRST = 5
 PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
 OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
+EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
+SAMPLER = "how text is drawn: sampler.top_p=0.9 sampler.grid=even ... or objective.c2=0, the scheduler off"
+PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
 
@@ -180,6 +183,7 @@ def _ppl_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--batch", type=int, default=32, help="sequences at once (default 32)")
     parser.add_argument("--limit", type=int, help="evaluate the first sequences only")
+    parser.add_argument("overrides", nargs="*", metavar="evaluate.key=value", help=EVALUATE)
     parser.set_defaults(run=_ppl)
 
 
@@ -191,8 +195,8 @@ def _ppl(options) -> None:
     from lomdm_dist.evaluate.perplexity import convention, estimate_bound
     from lomdm_dist.train.checkpoint import Checkpoint
 
-    checkpoint, shards = Checkpoint(options.checkpoint), ShardSet(options.data)
-    model = checkpoint.config.model
+    checkpoint = Checkpoint(options.checkpoint, _only(options.overrides, "evaluate."))
+    shards, model = ShardSet(options.data), checkpoint.config.model
     check_model_fits(shards, model.vocab_size, model.mask_id, model.length)
     if shards.tokenizer != checkpoint.state.data.tokenizer:
         raise UserError(f"{options.data} was made with another tokenizer than checkpoint {checkpoint.folder}")
@@ -213,14 +217,22 @@ def _ppl(options) -> None:
         options.batch,
         progress=True,
     )
-    result["convention"] = convention(shards, options.draws, options.seed, options.weights)
-    print(
-        f"bound {result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token, "
-        f"ppl {result['ppl']:.2f} (uncut; cut at t = 1e-3: {result['nll_per_token_cut']:.4f}, "
-        f"ppl {result['ppl_cut']:.2f}); {result['tokens']:,} tokens, {result['sequences']:,} sequences, "
-        f"{options.draws} draws, {options.weights} weights"
-    )
+    result["convention"] = convention(shards, checkpoint.config, options.draws, options.seed, options.weights)
+    print(_say_bound(result, checkpoint.config, options))
     machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _say_bound(result: dict, config, options) -> str:
+    value = f"{result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token"
+    scope = f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights"
+    if config.objective.name == "ar":
+        return f"exact {value}, ppl {result['ppl']:.2f}; {scope}"
+    asked, other = ("uncut", "cut") if config.evaluate.time == "mixture" else ("cut", "uncut")
+    return (
+        f"bound {value}, ppl {result['ppl']:.2f} ({asked}; {other} {result[f'nll_per_token_{other}']:.4f}, "
+        f"ppl {result[f'ppl_{other}']:.2f}: {result['remainder']:.4f} lies below t = "
+        f"{config.evaluate.time_eps:g}); {scope}, {options.draws} draws"
+    )
 
 
 def _sample_options(parser: argparse.ArgumentParser) -> None:
@@ -230,33 +242,46 @@ def _sample_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="steps of time; default: the length")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--batch", type=int, default=16, help="sequences at once (default 16)")
+    parser.add_argument("--prompt", metavar="TEXT", help=PROMPT)
+    parser.add_argument("overrides", nargs="*", metavar="sampler.key=value", help=SAMPLER)
     parser.set_defaults(run=_sample)
 
 
 def _sample(options) -> None:
+    import torch
+
     from lomdm_dist import machine
+    from lomdm_dist.data.tokenizer import encode_prompt, not_text
     from lomdm_dist.sample import sample
     from lomdm_dist.train.checkpoint import Checkpoint
 
     _positive(options, "num", "length", "steps", "batch")
-    checkpoint = Checkpoint(options.checkpoint)
-    model, tokenizer = checkpoint.config.model, checkpoint.tokenizer()
-    length = options.length or model.length
-    if length > model.length:
-        raise UserError(f"--length {length}: the model was trained at {model.length}")
-    steps = options.steps or length
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    overrides = _only(options.overrides, "sampler.", "objective.c1", "objective.c2")
+    checkpoint = Checkpoint(options.checkpoint, overrides)
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer()
+    length = options.length or config.model.length
+    if length > config.model.length:
+        raise UserError(f"--length {length}: the model was trained at {config.model.length}")
+    given = None
+    if options.prompt is not None:
+        given = torch.full((length,), config.model.mask_id)
+        prompt = encode_prompt(tokenizer, options.prompt)
+        if len(prompt) > length:
+            raise UserError(f"--prompt has {len(prompt)} tokens, --length is {length}")
+        given[: len(prompt)] = torch.tensor(prompt, dtype=torch.long)
     samples = sample(
         checkpoint.build_model(options.weights).to(_device()),
         options.num,
         length,
-        steps,
+        options.steps or length,
         options.seed,
-        model.mask_id,
-        never=() if pad in (None, eos) else (pad,),
-        batch=options.batch,
+        not_text(tokenizer, config.model.vocab_size),
+        config.sampler,
+        given,
+        options.batch,
         progress=True,
     )
+    steps = samples.network_calls
     texts = tokenizer.batch_decode(samples.token_ids)
     for i, text in enumerate(texts):
         print(f"--- sample {i}\n{text}")
@@ -269,6 +294,14 @@ def _sample(options) -> None:
         "entropy": samples.entropy(),
     }
     machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _only(overrides: list[str], *allowed: str) -> list[str]:
+    """Overrides of a checkpoint's config: of what may differ from its training. UserError."""
+    for override in overrides:
+        if not any(override.partition("=")[0].startswith(name) for name in allowed):
+            raise UserError(f"override {override!r}: a trained model takes {' and '.join(allowed)} only")
+    return overrides
 
 
 def _to_hf_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from lomdm_dist.errors import UserError
 
@@ -58,39 +67,124 @@ class ModelConfig(Section):
         return self
 
 
-class ObjectiveConfig(Section):
-    """`lomdm`: exponents c1 + c2 NormSig(g), two masked samples. `mdlm`: exponent 1, one sample."""
+class Timed(Section):
+    """How training draws its times. `uniform` cuts the bound at `time_eps`; `mixture` has no cut."""
 
-    name: Literal["lomdm", "mdlm"] = "lomdm"
+    time: Literal["uniform", "mixture"] = "mixture"
+    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3
+
+
+class LomdmObjective(Timed):
+    """The learned order: heads phi and psi on the backbone's features, two masked samples.
+
+    schedule       power: exponents c1 + c2 NORMALIZE(g); polynomial: MuLAN's (no c1, c2)
+    normalize      norm_sig, or the paper's ablation softmax
+    head           transformer: one more block and a linear layer; linear: that layer alone
+    stop_gradient  whether the heads' gradients end at the backbone's features
+    """
+
+    name: Literal["lomdm"] = "lomdm"
     c1: Number = 0.7
     c2: Number = 0.65
-    time: Literal["uniform", "mixture"] = "mixture"
-    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3  # where `uniform` cuts; `mixture` has no cut
-
-    @model_validator(mode="before")
-    @classmethod
-    def _mdlm_is_exponent_one(cls, values):
-        if isinstance(values, dict) and values.get("name") == "mdlm":
-            return {"c1": 1.0, "c2": 0.0} | values
-        return values
+    schedule: Literal["power", "polynomial"] = "power"
+    normalize: Literal["norm_sig", "softmax"] = "norm_sig"
+    head: Literal["transformer", "linear"] = "transformer"
+    stop_gradient: Annotated[bool, Field(strict=True)] = True
+    samples: ClassVar[int] = 2
 
     @model_validator(mode="after")
     def _exponents_are_positive(self):
-        if self.name == "mdlm" and (self.c1, self.c2) != (1.0, 0.0):
-            raise ValueError(f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}")
-        if not self.c1 > self.c2 >= 0:
+        if self.normalize == "softmax" and not (self.c1 > 0 and self.c2 >= 0):
+            raise ValueError(
+                f"c1 > 0 and c2 >= 0 keep every exponent positive; c1 = {self.c1}, c2 = {self.c2}"
+            )
+        if self.normalize == "norm_sig" and not self.c1 > self.c2 >= 0:
             raise ValueError(f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}")
         return self
 
-    @property
-    def learned(self) -> bool:
-        """Whether the model has the scheduler heads phi and psi."""
-        return self.name == "lomdm"
 
-    @property
-    def samples(self) -> int:
-        """Masked samples drawn of each sequence in a training step."""
-        return 2 if self.learned else 1
+class MdlmObjective(Timed):
+    """Random order: every exponent 1, one masked sample. c1 and c2 may be said, as 1 and 0."""
+
+    name: Literal["mdlm"]
+    c1: Number = 1.0
+    c2: Number = 0.0
+    samples: ClassVar[int] = 1
+
+    @model_validator(mode="after")
+    def _exponent_is_one(self):
+        if (self.c1, self.c2) != (1.0, 0.0):
+            raise ValueError(f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}")
+        return self
+
+
+class GenMD4Objective(Timed):
+    """One learned exponent a vocabulary entry, two masked samples."""
+
+    name: Literal["genmd4"]
+    samples: ClassVar[int] = 2
+
+
+class WindowObjective(Timed):
+    """A fixed order: each position, or block of positions, is generated in a time window of its own.
+
+    permutation  positions in the order of generation; where none is given, drawn from permutation_seed
+    block        positions a block, for `blocks`
+    window_eps   share of a position's masking that lies outside its window; the bound is off by as much
+    """
+
+    name: Literal["window"]
+    order: Literal["left_to_right", "permutation", "blocks"] = "left_to_right"
+    permutation: list[NonNegative] | None = None
+    permutation_seed: NonNegative = 0
+    block: Positive = 16
+    window_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-4
+    samples: ClassVar[int] = 1
+
+    @model_validator(mode="after")
+    def _is_a_permutation(self):
+        given = self.permutation
+        if given is not None and self.order != "permutation":
+            raise ValueError(f"a permutation is given, but order is {self.order}")
+        if given is not None and sorted(given) != list(range(len(given))):
+            raise ValueError(f"permutation does not hold each of 0 .. {len(given) - 1} once")
+        return self
+
+
+class ArObjective(Section):
+    """The autoregressive baseline: causal attention, exact likelihood, no time and no masks."""
+
+    name: Literal["ar"]
+    samples: ClassVar[int] = 0
+
+
+OBJECTIVES = {
+    "lomdm": LomdmObjective,
+    "mdlm": MdlmObjective,
+    "genmd4": GenMD4Objective,
+    "window": WindowObjective,
+    "ar": ArObjective,
+}
+
+
+def _name_of_objective(values) -> str | None:
+    """lomdm where none is said; None, which is an error, where it is no text."""
+    name = values.get("name", "lomdm") if isinstance(values, dict) else getattr(values, "name", None)
+    return name if isinstance(name, str) else None
+
+
+Objective = Annotated[
+    Annotated[LomdmObjective, Tag("lomdm")]
+    | Annotated[MdlmObjective, Tag("mdlm")]
+    | Annotated[GenMD4Objective, Tag("genmd4")]
+    | Annotated[WindowObjective, Tag("window")]
+    | Annotated[ArObjective, Tag("ar")],
+    Discriminator(
+        _name_of_objective,
+        custom_error_type="objective",
+        custom_error_message=f"objective.name is none of {', '.join(OBJECTIVES)}",
+    ),
+]
 
 
 class DataConfig(Section):
@@ -138,6 +232,30 @@ class TrainConfig(Section):
         return self
 
 
+class EvaluateConfig(Section):
+    """How the bound is estimated: `mixture` is uncut; `uniform` cuts at time_eps, as published numbers do."""
+
+    time: Literal["uniform", "mixture"] = "mixture"
+    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3
+
+
+class SamplerConfig(Section):
+    """From masks to text.
+
+    grid         uniform: equal steps of time; even: each step reveals the same expected number
+    final        whether the last step draws its tokens or takes the most probable ones
+    dtype        of the noise; float32 cuts the distribution's tail, and exists to reproduce old tables
+    top_p        tokens are drawn from the smallest set that holds this share of the probability
+    temperature  logits are divided by it
+    """
+
+    grid: Literal["uniform", "even"] = "uniform"
+    final: Literal["draw", "argmax"] = "draw"
+    dtype: Literal["float64", "float32"] = "float64"
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[Number, Field(gt=0, lt=1e3)] = 1.0
+
+
 class ParallelConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3, strict=True)] = 1
 
@@ -152,10 +270,12 @@ class WandbConfig(Section):
 
 class Config(Section):
     model: ModelConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Objective = LomdmObjective()
     data: DataConfig
     optim: OptimConfig = OptimConfig()
     train: TrainConfig
+    evaluate: EvaluateConfig = EvaluateConfig()
+    sampler: SamplerConfig = SamplerConfig()
     parallel: ParallelConfig = ParallelConfig()
     wandb: WandbConfig = WandbConfig()
 
@@ -166,6 +286,18 @@ class Config(Section):
                 "train.precision bf16 needs the fp32 master weights that parallel.zero_stage 1 to 3 keep; "
                 "use zero_stage 1, or precision fp32"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _windows_fit(self):
+        objective, length = self.objective, self.model.length
+        if not isinstance(objective, WindowObjective):
+            return self
+        given = objective.permutation
+        if given is not None and len(given) != length:
+            raise ValueError(f"objective.permutation has {len(given)} positions, model.length is {length}")
+        if objective.order == "blocks" and objective.block > length:
+            raise ValueError(f"objective.block {objective.block} is larger than model.length {length}")
         return self
 
     def accumulation(self, data_parallel: int) -> int:
@@ -270,10 +402,13 @@ def _apply(values: dict, override: str) -> str:
 
 def _say(problem: dict) -> str:
     """One problem that pydantic found, in the project's words."""
-    name = ".".join(str(part) for part in problem["loc"])
+    parts = [str(part) for part in problem["loc"]]
+    objective = parts.pop(1) if parts[:1] == ["objective"] and len(parts) > 1 else None
+    name = ".".join(parts)
+    if problem["type"] == "objective":
+        return problem["msg"]
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, _keys(Config), 1, 0.5)
-        return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
+        return _say_unknown(name, objective)
     if problem["type"] == "missing":
         return f"{name} is missing"
     message = problem["msg"].removeprefix("Value error, ")
@@ -282,13 +417,25 @@ def _say(problem: dict) -> str:
     return f"{name}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
 
 
+def _say_unknown(name: str, objective: str | None) -> str:
+    keys = _keys(Config)
+    if objective and name in keys:
+        return (
+            f"{name} is no key of {objective}; 'objective={{name: {objective}}}' replaces the whole section"
+        )
+    near = difflib.get_close_matches(name, keys, 1, 0.5)
+    return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
 def _keys(section: type[Section], prefix: str = "") -> dict[str, Any]:
     """All keys, sections among them, with their types."""
     keys = {}
     for name, field in section.model_fields.items():
         keys[prefix + name] = field.annotation
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys |= _keys(field.annotation, f"{prefix}{name}.")
+        kinds = OBJECTIVES.values() if name == "objective" else [field.annotation]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, Section):
+                keys |= _keys(kind, f"{prefix}{name}.")
     return keys
 
 

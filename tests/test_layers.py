@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "data": {"data", "config", "errors", "files"},
     "parallel": {"parallel", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
-    "sample": {"sample", "process", "model"},
+    "sample": {"sample", "process", "model", "config", "errors"},
     "convert": {"convert", "model", "process", "train", "data", "config", "errors", "files"},
 }
 

@@ -30,7 +30,7 @@ def prepare_tiny(out: Path, packing: str = "packed", tokenizer: str = "bpe") -> 
     return out
 
 
-def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
+def tiny_config(data: Path, run: Path, objective: str | dict = "lomdm") -> dict:
     """Plain values of a config: 2 blocks of width 32, rates so large that all of it moves at once."""
     return {
         "model": {
@@ -42,7 +42,7 @@ def tiny_config(data: Path, run: Path, objective: str = "lomdm") -> dict:
             "heads": 2,
             "condition_width": 16,
         },
-        "objective": {"name": objective},
+        "objective": objective if isinstance(objective, dict) else {"name": objective},
         "data": {"train": str(data / "train"), "valid": str(data / "valid")},
         "optim": {"learning_rate": 0.01, "heads_learning_rate": 0.01, "warmup_steps": 0, "ema_decay": 0.5},
         "train": {

@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.hf.modeling_lomdm import LomdmForMaskedLM
 from lomdm_dist.data.shards import TokenizerFacts
+from lomdm_dist.errors import UserError
 from lomdm_dist.files import new_folder
 from lomdm_dist.model import LoMDM
 from lomdm_dist.train.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
     Written beside OUT and renamed when the check has passed, so OUT is whole or absent. Raises
     UserError where OUT holds something, RuntimeError where the export differs from the checkpoint.
     """
+    _check_exportable(checkpoint)
     model, tokenizer = checkpoint.build_model(weights), checkpoint.tokenizer()
     with new_folder(out) as partial:
         _write_model(model, _hf_config(checkpoint), partial)
@@ -34,6 +36,16 @@ def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
         _check_tokenizer(partial, checkpoint.state.data.tokenizer)
         differences = _compare(model, partial, checkpoint)
     return differences | {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def _check_exportable(checkpoint: Checkpoint) -> None:
+    objective = checkpoint.config.objective
+    plain = {"schedule": "power", "normalize": "norm_sig", "head": "transformer"}
+    if objective.name == "mdlm" or (
+        objective.name == "lomdm" and all(getattr(objective, key) == value for key, value in plain.items())
+    ):
+        return
+    raise UserError(f"to-hf exports mdlm, and lomdm with {plain}, but {checkpoint.folder} is {objective!r}")
 
 
 def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:
@@ -84,11 +96,13 @@ def _compare(model: LoMDM, folder: Path, checkpoint: Checkpoint) -> dict[str, fl
     """Load the export as a stranger does, and compare all that it computes. Raises RuntimeError."""
     exported = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     x, z, valid = _random_batch(checkpoint)
-    features, hat_exponent, condition = model.see(z, valid)
+    features, reverse, condition = model.see(z, valid)
     seen = exported(z, attention_mask=valid)
     logits = _difference(model.backbone.output(features, condition), seen.logits)
-    psi = _difference(hat_exponent, seen.exponents)
-    phi = _difference(model.order(x, valid), exported.order_exponents(x, attention_mask=valid))
+    psi = _difference(reverse.exponent.expand(z.shape), seen.exponents)
+    phi = _difference(
+        model.order(x, valid).exponent.expand(x.shape), exported.order_exponents(x, attention_mask=valid)
+    )
     if not all(difference <= TOLERANCE for difference in (logits, psi, phi)):  # so that nan fails too
         raise RuntimeError(
             f"the export in {folder} differs from checkpoint {checkpoint.folder}: logits by up to "

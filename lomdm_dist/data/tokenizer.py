@@ -87,6 +87,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
     return [e.ids for e in backend.encode_batch_fast(documents, add_special_tokens=False)]
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Ids of a text in which the mask token stands for a token to fill; other special tokens are text.
+
+    Spaces before a mask belong to the token that fills it.
+    """
+    *before, last = text.split(tokenizer.mask_token)
+    ids = []
+    for piece in encode(tokenizer, [piece.rstrip() for piece in before]):
+        ids += [*piece, tokenizer.mask_token_id]
+    return ids + encode(tokenizer, [last])[0]
+
+
+def not_text(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
+    """Ids that never are text: padding, and those below vocab_size that no token has."""
+    pad = {tokenizer.pad_token_id} - {None, tokenizer.eos_token_id}
+    return tuple(sorted(pad | (set(range(vocab_size)) - set(tokenizer.get_vocab().values()))))
+
+
 def open_tokenizer(folder: Path, expected: TokenizerFacts) -> PreTrainedTokenizerFast:
     """Load a tokenizer that shards or a checkpoint were made with, and no other. Raises UserError."""
     tokenizer = load_tokenizer(folder)

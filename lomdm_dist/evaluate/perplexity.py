@@ -1,4 +1,4 @@
-"""The bound on -log p(x), estimated on token shards.
+"""The bound on -log p(x), estimated on token shards; for `ar` the exact value.
 
 The estimate depends on (seed, sequence, draw) alone: not on the batch size, not on the number of
 ranks; no sequence is counted twice or left out.
@@ -8,43 +8,63 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.process import (
-    PowerSchedule,
-    corrupt,
-    keyed_uniforms,
-    nelbo_integrand,
-    sample_time,
-    stratify,
-)
+from lomdm_dist.model.bound import integrands
+from lomdm_dist.process import PolynomialSchedule, corrupt, draw_time, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
 
-CUT = 1e-3  # where the published trainers cut the time integral
 
-
-def sequence_bounds(model, x, valid, noise: list[torch.Tensor], mask_id: int) -> tuple:
-    """The uncut bound of each sequence and its part at t >= CUT, in nats, mean of the draws: two [B].
+def sequence_bounds(
+    model, x: Tensor, valid: Tensor | None, noise: list[Tensor], config: Config
+) -> tuple[Tensor, Tensor]:
+    """The bound of each sequence in nats, mean of the draws: its part at times from `time_eps` on, the rest.
 
     x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks.
+    Returns two [B], float64. Where the times are uniform on [time_eps, 1] the rest is estimated by
+    a draw of its own, below time_eps.
     """
-    exponent = model.order(x, valid)
-    schedule = PowerSchedule(exponent)
-    bound, cut = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
+    if config.objective.name == "ar":
+        nll = model.causal_ce(x, valid).double().sum(dim=1)
+        return nll, torch.zeros_like(nll)
+    rule, eps = config.evaluate.time, config.evaluate.time_eps
+    schedule = model.order(x, valid)
+
+    def draw(time: Tensor, masks: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+        t, weight = draw_time(schedule, time, rule, eps)
+        _, main, velocity = integrands(model, schedule, x, valid, t, [masks])
+        return t, weight * (main + velocity)[0]
+
+    above, rest = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
     for uniforms in noise:
         time, masks = uniforms.split([2, x.shape[1]], dim=1)
-        t, weight = sample_time(exponent, time, "mixture", 0.0)
-        z = corrupt(x, schedule, t, masks, mask_id, valid)
-        masked = z == mask_id
-        ce, hat_exponent = model.denoise(z, x, masked, valid)
-        main, velocity = nelbo_integrand(
-            ce, masked, schedule.velocity(t), PowerSchedule(hat_exponent).velocity(t)
-        )
-        drawn = weight * (main + velocity) / len(noise)
-        bound, cut = bound + drawn, cut + drawn * (t >= CUT)
-    return bound, cut
+        t, value = draw(time, masks, rule)
+        above, rest = above + value * (t >= eps), rest + value * (t < eps)
+        if rule == "uniform":
+            rest = rest + draw(time, masks, "remainder")[1]
+        if isinstance(schedule, PolynomialSchedule):
+            rest = rest + end_terms(model, schedule, x, valid, masks)
+    return above / len(noise), rest / len(noise)
+
+
+def end_terms(
+    model, schedule: PolynomialSchedule, x: Tensor, valid: Tensor | None, uniforms: Tensor
+) -> Tensor:
+    """The bound of the two jumps of a schedule that stops short of its ends, [B], float64.
+
+    At t = 1, from all masks: a position is clean with probability alpha(1), in the forward and the
+    reverse schedule alike, so its CE is all there is to pay. At t = 0 what is still masked is drawn.
+    """
+    everything = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
+    ends = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
+    ends[1] = 1
+    first, _ = model.denoise(torch.where(everything, model.mask_id, x), x, everything, valid)
+    z = corrupt(x, schedule, ends[0], uniforms, model.mask_id, valid)
+    last, _ = model.denoise(z, x, z == model.mask_id, valid)
+    return (schedule.log_keep_prob(ends[1]).exp() * first).sum(dim=1) + last.double().sum(dim=1)
 
 
 @torch.no_grad()
@@ -62,8 +82,10 @@ def estimate_bound(
     """The bound a predicted token over the sequences at `indices`, in nats, with its standard error.
 
     `model` is a LoMDM or an engine around it, in evaluation mode. With a `grid` the sequences are
-    shared out over its ranks, and every rank gets the result. The standard error is over sequences
-    and contains the noise of the draws; it is nan for a single sequence.
+    shared out over its ranks, and every rank gets the result. `nll_per_token` is uncut unless
+    `evaluate.time` is uniform; the cut value, the uncut one and the remainder between them stand
+    beside it. The standard error is over sequences and contains the noise of the draws; it is nan
+    for a single sequence.
     """
     rank, size, device = (grid.data_rank, grid.data_size, grid.device) if grid else (0, 1, _device(model))
     mine = np.arange(len(indices))[rank::size]
@@ -83,49 +105,62 @@ def estimate_bound(
             strata = torch.from_numpy(numbers) * draws + draw
             uniforms[:, 0] = stratify(uniforms[:, 0], strata, len(indices) * draws)
             noise.append(uniforms.to(device))
-        bound, cut = model(sequence_bounds, x, valid, noise, config.model.mask_id)
+        above, rest = model(sequence_bounds, x, valid, noise, config)
         if not spare:
-            tokens = torch.full_like(bound, shards.length) if valid is None else valid.sum(1).double()
-            sums += _moments(tokens.cpu(), bound.cpu(), cut.cpu())
+            tokens = torch.full_like(above, shards.length) if valid is None else valid.sum(1).double()
+            bound = above if _is_cut(config) else above + rest
+            sums += _moments(tokens.cpu(), bound.cpu(), above.cpu(), rest.cpu())
     if grid:
         sums = grid.sum(sums)
-    return _result(dict(zip(_SUMS, sums.tolist(), strict=True)))
+    return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), exact=config.objective.name == "ar")
 
 
-_SUMS = ("sequences", "tokens", "tokens2", "bound", "bound2", "bound_tokens", "cut")
+def _is_cut(config: Config) -> bool:
+    return config.objective.name != "ar" and config.evaluate.time == "uniform"
 
 
-def _moments(tokens, bound, cut) -> torch.Tensor:
-    terms = [torch.ones_like(bound), tokens, tokens**2, bound, bound**2, bound * tokens, cut]
+_SUMS = ("sequences", "tokens", "tokens2", "bound", "bound2", "bound_tokens", "above", "rest")
+
+
+def _moments(tokens, bound, above, rest) -> Tensor:
+    terms = [torch.ones_like(bound), tokens, tokens**2, bound, bound**2, bound * tokens, above, rest]
     return torch.stack([term.sum() for term in terms])
 
 
-def _result(s: dict[str, float]) -> dict:
+def _result(s: dict[str, float], exact: bool) -> dict:
     nll, n = s["bound"] / s["tokens"], s["sequences"]
     residual = s["bound2"] - 2 * nll * s["bound_tokens"] + nll**2 * s["tokens2"]
     error = math.sqrt(max(residual, 0.0) * n / (n - 1)) / s["tokens"] if n > 1 else math.nan
-    cut = s["cut"] / s["tokens"]
-    return {
-        "nll_per_token": nll,
-        "standard_error": error,
-        "ppl": _exp(nll),
-        "nll_per_token_cut": cut,
-        "ppl_cut": _exp(cut),
-        "tokens": round(s["tokens"]),
-        "sequences": round(n),
-    }
+    result = {"nll_per_token": nll, "standard_error": error, "ppl": _exp(nll)}
+    if not exact:
+        cut, remainder = s["above"] / s["tokens"], s["rest"] / s["tokens"]
+        result |= {
+            "nll_per_token_uncut": cut + remainder,
+            "nll_per_token_cut": cut,
+            "remainder": remainder,
+            "ppl_uncut": _exp(cut + remainder),
+            "ppl_cut": _exp(cut),
+        }
+    return result | {"tokens": round(s["tokens"]), "sequences": round(n)}
 
 
 def _exp(nll: float) -> float:
     return math.exp(nll) if nll < 700 else math.inf
 
 
-def convention(shards: ShardSet, draws: int, seed: int, weights: str) -> dict:
+def convention(shards: ShardSet, config: Config, draws: int, seed: int, weights: str) -> dict:
     """Everything that a number needs beside it to be compared with another."""
-    manifest = shards.manifest
+    manifest, eps = shards.manifest, config.evaluate.time_eps
+    if config.objective.name == "ar":
+        kind = "exact likelihood, left to right"
+    elif _is_cut(config):
+        kind = f"cut: leaves out times below {eps:g}, which nll_per_token_uncut has"
+    else:
+        kind = f"uncut; nll_per_token_cut leaves out times below {eps:g}"
     return {
         "preset": "bound",
-        "bound": f"uncut; nll_per_token_cut leaves out times below {CUT}",
+        "objective": config.objective.model_dump(mode="json"),
+        "bound": kind,
         "denominator": "predicted tokens (all but padding)",
         "pieces": f"{manifest.packing}, {shards.length} tokens, EOS after each document, no BOS",
         "split": manifest.split,

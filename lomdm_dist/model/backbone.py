@@ -1,7 +1,8 @@
 """The DiT backbone of SEDD and MDLM, as its public trainers build it.
 
-Pre-norm blocks with adaLN modulation, rotary positions, bidirectional attention. It does not
-depend on time: the adaLN condition is present, but its input is a constant.
+Pre-norm blocks with adaLN modulation, rotary positions, bidirectional attention (causal for the
+autoregressive baseline). It does not depend on time: the adaLN condition is present, but its input
+is a constant.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lomdm_dist.config import ModelConfig
-from lomdm_dist.ops.cross_entropy import linear_cross_entropy, subs_logits
+from lomdm_dist.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_mean, subs_logits
 
 MLP_RATIO = 4
 FREQUENCIES = 256  # width of the time embedding that the condition starts from
@@ -92,18 +93,18 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(MLP_RATIO * width, width)
         self.modulation = zero_linear(config.condition_width, 6 * width)
 
-    def attention(self, x: Tensor, rotary, attend: Tensor | None) -> Tensor:
+    def attention(self, x: Tensor, rotary, attend: dict) -> Tensor:
         B, L, D = x.shape
         q, k, v = self.qkv(x).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=attend)
+        mixed = F.scaled_dot_product_attention(q, k, v, **attend)
         return self.attention_out(mixed.transpose(1, 2).reshape(B, L, D))
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
 
-    def forward(self, x: Tensor, condition: Tensor, rotary, attend: Tensor | None = None) -> Tensor:
-        """x [B, L, D] -> [B, L, D]; attend [B, 1, 1, L] bool is False at padding."""
+    def forward(self, x: Tensor, condition: Tensor, rotary, attend: dict) -> Tensor:
+        """x [B, L, D] -> [B, L, D]; attend: who sees whom, in the words of torch's attention."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         mixed = self.attention(modulate(self.norm1(x), shift1, scale1), rotary, attend)
         x = x + gate1 * F.dropout(mixed, self.dropout, self.training)
@@ -124,21 +125,28 @@ class Output(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.vocab_size, config.width))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, x: Tensor, condition: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Features [..., D] -> logits [..., V], float32; with targets [N], features [N, D] -> CE [N]."""
+    def forward(
+        self, x: Tensor, condition: Tensor, targets: Tensor | None = None, values: Tensor | None = None
+    ):
+        """Features [..., D] -> logits [..., V], float32; with targets [N], features [N, D] -> CE [N].
+
+        With values [V] besides, CE and the mean of the values under the network, each [N].
+        """
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
         x = modulate(self.norm(x), shift, scale)
         if targets is None:
             return subs_logits(x, self.weight, self.bias, self.mask_id)
-        return linear_cross_entropy(x, self.weight, self.bias, targets, self.mask_id)
+        if values is None:
+            return linear_cross_entropy(x, self.weight, self.bias, targets, self.mask_id)
+        return linear_cross_entropy_and_mean(x, self.weight, self.bias, targets, self.mask_id, values)
 
 
 class Backbone(nn.Module):
     """Token ids -> features [B, L, D] of the last block; `output` turns them into logits."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, causal: bool = False):
         super().__init__()
-        self.head_width = config.width // config.heads
+        self.head_width, self.causal = config.width // config.heads, causal
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))
         self.condition = Condition(config.condition_width)
@@ -146,10 +154,15 @@ class Backbone(nn.Module):
         self.output = Output(config)
 
     def context(self, valid: Tensor | None, length: int) -> tuple:
-        """What every block of a forward pass shares: condition, rotary table, attention mask."""
+        """What every block of a forward pass shares: condition, rotary table, who sees whom.
+
+        A causal model needs no `valid`: padding ends a sequence, and nothing looks ahead.
+        """
         condition = self.condition()
         rotary = rotary_table(length, self.head_width, condition.device)
-        return condition, rotary, None if valid is None else valid[:, None, None, :]
+        if self.causal:
+            return condition, rotary, {"is_causal": True}
+        return condition, rotary, {} if valid is None else {"attn_mask": valid[:, None, None, :]}
 
     def forward(self, tokens: Tensor, context: tuple) -> Tensor:
         x = self.embedding(tokens)

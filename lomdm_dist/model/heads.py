@@ -1,26 +1,43 @@
-"""The scheduler heads: from features to one logit a position, whose NormSig is the exponent."""
+"""What learns an order: heads on the backbone's features (LoMDM), an exponent a token (GenMD4)."""
+
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lomdm_dist.config import ModelConfig
+from lomdm_dist.config import LomdmObjective, ModelConfig
 from lomdm_dist.model.backbone import Block
 
 
 class SchedulerHead(nn.Module):
-    """One more block, then one linear layer to a scalar a position (paper: phi and psi).
+    """One more block, then one linear layer to the schedule of a position (paper: phi and psi).
 
-    It starts at zero, so a new LoMDM has the exponent c1 everywhere. It is computed
-    in float32: bf16 would leave steps of half a percent in the exponents.
+    A power schedule has one output, the logit of its exponent, a polynomial one three. All start
+    at zero: a new LoMDM has the same schedule everywhere. `head: linear` leaves the block out. The
+    outputs are float32: bf16 would leave steps of half a percent in the exponents.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, objective: LomdmObjective):
         super().__init__()
-        self.block = Block(config)
-        self.weight = nn.Parameter(torch.zeros(config.width))
-        self.bias = nn.Parameter(torch.zeros(1))
+        self.block = Block(config) if objective.head == "transformer" else None
+        outputs = 1 if objective.schedule == "power" else 3
+        self.weight = nn.Parameter(torch.zeros(outputs, config.width))
+        self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, features: Tensor, context: tuple) -> Tensor:
-        """features [B, L, D] -> logits g [B, L], float32."""
-        hidden = self.block(features, *context).float()
-        return hidden @ self.weight.float() + self.bias.float()
+        """features [B, L, D] -> [B, L, outputs], float32."""
+        hidden = features if self.block is None else self.block(features, *context)
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+
+
+class TokenExponents(nn.Module):
+    """GenMD4's exponents: w_v = softplus(theta_v), one a vocabulary entry, 1 at the start."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.theta = nn.Parameter(torch.full((vocab_size,), math.log(math.e - 1)))
+
+    def forward(self) -> Tensor:
+        """w [V], float32."""
+        return F.softplus(self.theta.float())

@@ -1,28 +1,42 @@
-"""The joint model: one backbone, and for a learned order the two heads on its detached features."""
+"""The joint model: one backbone, and what its objective needs to know in which order to mask."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from lomdm_dist.config import ModelConfig, ObjectiveConfig
+from lomdm_dist.config import LomdmObjective, ModelConfig, Objective, WindowObjective
 from lomdm_dist.model.backbone import Backbone
-from lomdm_dist.model.heads import SchedulerHead
-from lomdm_dist.process import norm_sig
+from lomdm_dist.model.heads import SchedulerHead, TokenExponents
+from lomdm_dist.process import (
+    PolynomialSchedule,
+    PowerSchedule,
+    WindowSchedule,
+    keyed_uniforms,
+    norm_sig,
+    softmax_weights,
+)
+from lomdm_dist.process.noise import Purpose
+
+GAMMA_MIN, GAMMA_MAX = -13.3, 5.0  # MuLAN's ends: 2e-6 masked at time 0, 0.7% clean at time 1
 
 
 class LoMDM(nn.Module):
     """theta (backbone), phi (order of the clean text), psi (order seen from the masked text).
 
-    `valid` [B, L] is False at padding: not attended to, and left out of the mean of NormSig.
+    Only `lomdm` has phi and psi. `genmd4` has an exponent a token, `mdlm` and `window` have a fixed
+    order, `ar` has a causal backbone and no order at all. `valid` [B, L] is False at padding: not
+    attended to, never masked, and left out of what is normalised over positions.
     """
 
-    def __init__(self, model: ModelConfig, objective: ObjectiveConfig):
+    def __init__(self, model: ModelConfig, objective: Objective):
         super().__init__()
-        self.c1, self.c2 = objective.c1, objective.c2
-        self.backbone = Backbone(model)
-        self.phi = SchedulerHead(model) if objective.learned else None
-        self.psi = SchedulerHead(model) if objective.learned else None
+        self.objective, self.mask_id = objective, model.mask_id
+        self.backbone = Backbone(model, causal=objective.name == "ar")
+        learned = isinstance(objective, LomdmObjective)
+        self.phi = SchedulerHead(model, objective) if learned else None
+        self.psi = SchedulerHead(model, objective) if learned else None
+        self.token_exponents = TokenExponents(model.vocab_size) if objective.name == "genmd4" else None
 
     def forward(self, function: Callable, *arguments):
         """Run `function(model, *arguments)`: a whole training loss is one forward pass.
@@ -33,47 +47,100 @@ class LoMDM(nn.Module):
         """
         return function(self, *arguments)
 
-    def exponent(self, logits: Tensor, valid: Tensor | None) -> Tensor:
-        """e = c1 + c2 NormSig(g): [B, L], float64, in (c1 - c2, c1 + c2)."""
-        return self.c1 + self.c2 * norm_sig(logits, valid)
+    def order(self, x: Tensor, valid: Tensor | None = None):
+        """The forward schedule of clean text x [B, L]: when each position is masked.
 
-    def fixed_exponent(self, tokens: Tensor) -> Tensor:
-        return torch.full(tokens.shape, self.c1, dtype=torch.float64, device=tokens.device)
-
-    def order(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The forward exponents of clean text, [B, L]. Gradients reach phi only.
-
-        The feature pass runs without gradient and without dropout.
+        Gradients reach phi, or the exponents of the tokens. The feature pass of phi runs without
+        dropout, and without gradient unless `stop_gradient` is off.
         """
+        if self.token_exponents is not None:
+            return PowerSchedule(self.token_exponents()[x])
         if self.phi is None:
-            return self.fixed_exponent(x)
+            return fixed_schedule(self.objective, x.shape[1], x.device)
         training = self.backbone.training
         self.backbone.eval()
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
             context = self.backbone.context(valid, x.shape[1])
             features = self.backbone(x, context)
         self.backbone.train(training)
-        return self.exponent(self.phi(features, context), valid)
+        return learned_schedule(self.objective, self.phi(features, context), valid)
 
-    def denoise(
-        self, z: Tensor, x: Tensor, masked: Tensor, valid: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The masked text z, the clean x -> CE [B, L] (float32, 0 where not masked), hat_e [B, L].
+    def denoise(self, z: Tensor, x: Tensor, masked: Tensor, valid: Tensor | None = None) -> tuple:
+        """The masked text z, the clean x -> CE [B, L] (float32, 0 where not masked), reverse schedule.
 
-        Only masked positions are projected onto the vocabulary.
+        Only masked positions are projected onto the vocabulary. For GenMD4 the CE is that of the
+        reweighted distribution p w / <w, p>, and the reverse exponent <w, p>.
         """
-        features, hat_exponent, condition = self.see(z, valid)
-        ce = self.backbone.output(features[masked], condition, targets=x[masked])
-        return torch.zeros(z.shape, device=z.device).masked_scatter(masked, ce), hat_exponent
+        features, reverse, condition = self.see(z, valid)
+        features, targets = features[masked], x[masked]
+        if self.token_exponents is None:
+            ce = self.backbone.output(features, condition, targets)
+        else:
+            w = self.token_exponents()
+            ce, expected = self.backbone.output(features, condition, targets, w)
+            ce = ce - w[targets].log() + expected.log()
+            reverse = PowerSchedule(torch.ones(z.shape, device=z.device).masked_scatter(masked, expected))
+        return torch.zeros(z.shape, device=z.device).masked_scatter(masked, ce), reverse
 
-    def see(self, z: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The masked text z -> features [B, L, D], hat_e [B, L], and the condition of the output.
+    def see(self, z: Tensor, valid: Tensor | None = None) -> tuple:
+        """The masked text z -> features [B, L, D], reverse schedule, and the condition of the output.
 
-        `backbone.output(features, condition)` gives the logits of the positions one asks for.
+        `backbone.output(features, condition)` gives the logits of the positions one asks for. The
+        schedule is None for GenMD4, whose order is that of the tokens drawn.
         """
         context = self.backbone.context(valid, z.shape[1])
         features = self.backbone(z, context)
+        if self.token_exponents is not None:
+            return features, None, context[0]
         if self.psi is None:
-            return features, self.fixed_exponent(z), context[0]
-        hat_logits = self.psi(features.detach(), (context[0].detach(), *context[1:]))
-        return features, self.exponent(hat_logits, valid), context[0]
+            return features, fixed_schedule(self.objective, z.shape[1], z.device), context[0]
+        if self.objective.stop_gradient:
+            outputs = self.psi(features.detach(), (context[0].detach(), *context[1:]))
+        else:
+            outputs = self.psi(features, context)
+        return features, learned_schedule(self.objective, outputs, valid), context[0]
+
+    def predict_next(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`ar`: x [B, L] -> features of positions 0 .. L, [B, L + 1, D], each of those before it; condition.
+
+        Position 0 is seen from the mask token, which stands for "nothing yet".
+        """
+        tokens = torch.cat([x.new_full((len(x), 1), self.mask_id), x], dim=1)
+        context = self.backbone.context(None, tokens.shape[1])
+        return self.backbone(tokens, context), context[0]
+
+    def causal_ce(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """`ar`: -log p(x_i | x_<i), [B, L], float32; 0 at padding, which only ends a sequence."""
+        predicted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
+        features, condition = self.predict_next(x[:, :-1])
+        ce = self.backbone.output(features[predicted], condition, x[predicted])
+        return torch.zeros(x.shape, device=x.device).masked_scatter(predicted, ce)
+
+
+def learned_schedule(objective: LomdmObjective, outputs: Tensor, valid: Tensor | None):
+    """A head's outputs [B, L, 1 or 3] -> schedule [B, L]. New heads: e = c1 (+ c2 / L), or gamma linear."""
+    if objective.schedule == "polynomial":
+        a, b, c = outputs.unbind(dim=-1)
+        return PolynomialSchedule(a, b, 1 + c, GAMMA_MIN, GAMMA_MAX)
+    normalize = norm_sig if objective.normalize == "norm_sig" else softmax_weights
+    return PowerSchedule(objective.c1 + objective.c2 * normalize(outputs[..., 0], valid))
+
+
+def fixed_schedule(objective: Objective, length: int, device):
+    """The schedule of `mdlm` and `window`, the same for every text: [1, 1] or [1, length]."""
+    if not isinstance(objective, WindowObjective):
+        return PowerSchedule(torch.ones(1, 1, dtype=torch.float64, device=device))
+    if objective.order == "left_to_right":
+        return WindowSchedule.left_to_right(length, objective.window_eps)
+    if objective.order == "blocks":
+        return WindowSchedule.blocks(length, objective.block, objective.window_eps)
+    return WindowSchedule.permutation(permutation_of(objective, length), objective.window_eps)
+
+
+def permutation_of(objective: WindowObjective, length: int) -> Tensor:
+    """Positions in the order of generation, [length]: given (of a shorter text, those in it) or drawn."""
+    if objective.permutation is not None:
+        given = torch.tensor(objective.permutation)
+        return given[given < length]
+    draws = keyed_uniforms(objective.permutation_seed, Purpose.PERMUTATION, 0, [0], length)
+    return torch.argsort(draws[0])

@@ -17,3 +17,12 @@ def linear_cross_entropy(
     """-log p(target) of each row; hidden [N, D], targets [N] -> [N], float32. N may be 0."""
     logits = subs_logits(hidden, weight, bias, mask_id)
     return F.cross_entropy(logits, targets, reduction="none")
+
+
+def linear_cross_entropy_and_mean(
+    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, mask_id: int, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Besides the cross-entropy [N], the mean sum_v p_v values_v of each row [N]; values [V]. float32."""
+    logits = subs_logits(hidden, weight, bias, mask_id)
+    ce = F.cross_entropy(logits, targets, reduction="none")
+    return ce, logits.softmax(dim=-1) @ values.float()

@@ -85,8 +85,8 @@ def set_update_count(engine, updates: int) -> None:
 
 
 def set_learning_rates(engine, rates: list[float]) -> None:
-    """One rate a parameter group, in the order of the optimiser's groups."""
-    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+    """A rate for each parameter group, in the order of the optimiser's; those without a group are left."""
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=False):
         group["lr"] = rate
 
 

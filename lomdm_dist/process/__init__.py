@@ -7,14 +7,21 @@ at e = 0.05 and these numbers cost nothing beside the network.
 
 from lomdm_dist.process.noise import keyed_uniforms
 from lomdm_dist.process.objective import corrupt, genmd4_integrand, log_q, nelbo_integrand, rloo_surrogate
-from lomdm_dist.process.schedules import PolynomialSchedule, PowerSchedule, WindowSchedule, norm_sig
-from lomdm_dist.process.time import sample_time, stratify
+from lomdm_dist.process.schedules import (
+    PolynomialSchedule,
+    PowerSchedule,
+    WindowSchedule,
+    norm_sig,
+    softmax_weights,
+)
+from lomdm_dist.process.time import draw_time, sample_time, stratify
 
 __all__ = [
     "PolynomialSchedule",
     "PowerSchedule",
     "WindowSchedule",
     "corrupt",
+    "draw_time",
     "genmd4_integrand",
     "keyed_uniforms",
     "log_q",
@@ -22,5 +29,6 @@ __all__ = [
     "norm_sig",
     "rloo_surrogate",
     "sample_time",
+    "softmax_weights",
     "stratify",
 ]

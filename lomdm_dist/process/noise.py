@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     TRAIN = 0
     EVALUATE = 1
     SAMPLE = 2
+    PERMUTATION = 3
 
 
 def keyed_generator(seed: int, purpose: int, step: int, index: int) -> np.random.Generator:

@@ -24,6 +24,10 @@ class PowerSchedule:
     def __init__(self, exponent: Tensor):
         self.exponent = exponent.to(torch.float64)
 
+    def mask_prob(self, t: Tensor) -> Tensor:
+        """1 - alpha_i(t), [B, L]."""
+        return self.log_mask_prob(t).exp()
+
     def log_mask_prob(self, t: Tensor) -> Tensor:
         """log(1 - alpha_i(t)), [B, L]."""
         return self.exponent * _column(t).log()
@@ -79,7 +83,8 @@ class WindowSchedule:
     def _inside(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """t as [B, 1], and u [B, L]: how far each window has been passed, in [0, 1]."""
         t = _column(t)
-        return t, ((t - self.start.to(t.device)) / self.width).clamp(0, 1)
+        self.start = self.start.to(t.device)  # once; after that it is there
+        return t, ((t - self.start) / self.width).clamp(0, 1)
 
     def mask_prob(self, t: Tensor) -> Tensor:
         """1 - alpha_i(t), [B, L]."""
@@ -112,7 +117,8 @@ class PolynomialSchedule:
 
     gamma_i(t) = gamma_min + (gamma_max - gamma_min) f_i(t) / f_i(1), f_i' = (a_i t**2 + b_i t + c_i)**2.
     a, b, c are [B, L] or broadcastable, may carry gradients, and must not all be 0 at a position.
-    It does not reach its ends: sigmoid(gamma_min) of a position is masked at t = 0 already.
+    It stops short of its ends: a share sigmoid(gamma_min) of a position is masked at t = 0 already,
+    and sigmoid(-gamma_max) of it is clean at t = 1 still.
     """
 
     def __init__(self, a: Tensor, b: Tensor, c: Tensor, gamma_min: float, gamma_max: float):
@@ -127,6 +133,10 @@ class PolynomialSchedule:
         """[B, L]."""
         whole = self._quintic(torch.ones((), dtype=torch.float64, device=t.device))
         return self.gamma_min + (self.gamma_max - self.gamma_min) * self._quintic(_column(t)) / whole
+
+    def mask_prob(self, t: Tensor) -> Tensor:
+        """1 - alpha_i(t), [B, L]."""
+        return torch.sigmoid(self.gamma(t))
 
     def log_mask_prob(self, t: Tensor) -> Tensor:
         """log(1 - alpha_i(t)), [B, L]."""
@@ -159,3 +169,12 @@ def norm_sig(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     gate = gate * valid
     mean = gate.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return (gate - mean) * valid
+
+
+def softmax_weights(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """softmax(g)_i over the positions; [B, L] -> [B, L], float64. Padding (`valid` False) gets 0."""
+    logits = logits.to(torch.float64)
+    if valid is not None:
+        logits = logits.masked_fill(~valid, torch.finfo(torch.float64).min)
+    weights = torch.softmax(logits, dim=1)
+    return weights if valid is None else weights * valid

@@ -1,4 +1,4 @@
-"""The reverse process: from masks to text."""
+"""From masks, or a prompt, to text."""
 
 from lomdm_dist.sample.ancestral import Samples, sample
 

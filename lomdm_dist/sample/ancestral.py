@@ -1,13 +1,21 @@
-"""Ancestral sampling: from time 1, all masks, to time 0, all text."""
+"""Ancestral sampling: from time 1, all masks, to time 0, all text. For `ar`, from left to right."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lomdm_dist.config import SamplerConfig
+from lomdm_dist.errors import UserError
 from lomdm_dist.process import PowerSchedule, keyed_uniforms
-from lomdm_dist.process.noise import Purpose
+from lomdm_dist.process.noise import Purpose, keyed_generator
+from lomdm_dist.sample.tokens import draw_tokens, race_float32, restrict
+
+DEFAULT = SamplerConfig()
+BISECTIONS = 60  # of log(s / t), for the even grid
+SMALLEST_LOG_RATIO = -700.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,31 @@ class Samples:
         return float(torch.stack(entropies).mean())
 
 
+@dataclass(frozen=True)
+class StepNoise:
+    """The uniforms of one step, of the sequences at `indices` [B]: [B, L] float64, float32 ones on demand."""
+
+    seed: int
+    step: int
+    indices: Tensor
+    device: torch.device
+
+    def uniforms(self, length: int) -> tuple[Tensor, Tensor]:
+        """To reveal and for the tokens, each [B, L], float64."""
+        both = keyed_uniforms(self.seed, Purpose.SAMPLE, self.step, self.indices, 2 * length)
+        return both.to(self.device).chunk(2, dim=1)
+
+    def float32(self, counts: Tensor, width: int) -> Tensor:
+        """For counts[b] positions of each sequence: [sum of counts, width], float32."""
+        rows = [
+            keyed_generator(self.seed, Purpose.SAMPLE, self.step, int(index)).random(
+                (int(n), width), dtype=np.float32
+            )
+            for index, n in zip(self.indices, counts, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(rows)).to(self.device)
+
+
 @torch.no_grad()
 def sample(
     model,
@@ -33,50 +66,123 @@ def sample(
     length: int,
     steps: int,
     seed: int,
-    mask_id: int,
     never: tuple[int, ...] = (),
+    settings: SamplerConfig = DEFAULT,
+    given: Tensor | None = None,
     batch: int = 16,
     progress: bool = False,
 ) -> Samples:
-    """Draw `count` sequences of `length` tokens in `steps` equal steps of time.
+    """Draw `count` sequences of `length` tokens; `steps` of time, or for `ar` one a free position.
 
-    From t to s < t a masked position is revealed with probability 1 - (s/t)**hat_e, its token drawn
-    from the network. The last step ends at 0 and reveals all that is left. `never` lists ids that
-    are not text (padding); the mask token never comes out. Sample i depends on (seed, i) alone.
+    given [length] holds tokens that stay, and the mask id where one is to be drawn; without it all
+    are. `never` lists ids that are not text (padding); the mask token never comes out. Sample i
+    depends on (seed, i) alone. Raises UserError where `ar` is asked to fill a gap.
     """
     device = next(model.parameters()).device
+    start = torch.full((length,), model.mask_id) if given is None else given
+    free = start == model.mask_id
+    causal = model.objective.name == "ar"
+    if causal:
+        steps = int(free.sum())
+        if free[: length - steps].any():
+            raise UserError("an ar model continues a text, it cannot fill a gap in one: give a prompt alone")
     batches = torch.arange(count).split(batch)
     rows = []
     with tqdm(total=steps * len(batches), desc="sample", disable=None if progress else True) as bar:
         for indices in batches:
-            z = torch.full((len(indices), length), mask_id, device=device)
+            z = start.to(device).repeat(len(indices), 1)
+            t = torch.ones(len(indices), dtype=torch.float64, device=device)
             for k in range(steps):
-                uniforms = keyed_uniforms(seed, Purpose.SAMPLE, k, indices, 2 * length).to(device)
-                z = reverse_step(model, z, 1 - k / steps, 1 - (k + 1) / steps, uniforms, mask_id, never)
+                noise = StepNoise(seed, k, indices, device)
+                if causal:
+                    z = next_token(model, z, length - steps + k, noise, never, settings)
+                else:
+                    z, t = reverse_step(model, z, t, k, steps, noise, never, settings)
                 bar.update()
             rows.append(z.cpu())
     return Samples(torch.cat(rows), steps)
 
 
 def reverse_step(
-    model, z: Tensor, t: float, s: float, uniforms: Tensor, mask_id: int, never: tuple[int, ...]
-) -> Tensor:
-    """From z at time t to z at time s, [B, L]; uniforms [B, 2 L]: to reveal, and for the token."""
-    to_reveal, for_token = uniforms.chunk(2, dim=1)
-    features, hat_exponent, condition = model.see(z, None)
-    times = torch.tensor([[t], [s]], dtype=torch.float64, device=z.device)
-    reveal_prob = PowerSchedule(hat_exponent).reveal_prob(times[0], times[1])
-    reveal = (z == mask_id) & (to_reveal < reveal_prob)
-    logits = model.backbone.output(features[reveal], condition)
-    logits[:, list(never)] = -torch.inf
-    return z.masked_scatter(reveal, draw_tokens(logits, for_token[reveal]))
+    model, z: Tensor, t: Tensor, k: int, steps: int, noise, never: tuple[int, ...] = (), settings=DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Step k of `steps`: z [B, L] at times t [B] -> z at the next times s, and s [B].
 
-
-def draw_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Exact draws: logits [N, V], uniforms [N] -> ids [N], by the inverse of the distribution in float64.
-
-    float32 noise would cut the distribution's tail, which lowers the temperature without saying so.
+    A masked position is revealed with the reverse schedule's probability, its token drawn from the
+    network. GenMD4 has a probability for each token: v comes out with p_v (1 - (s/t)**w_v).
     """
-    cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
-    cumulative = cumulative / cumulative[:, -1:]  # ends at 1, so a uniform below 1 always lands
-    return torch.searchsorted(cumulative, uniforms[:, None], right=True)[:, 0]
+    masked, last = z == model.mask_id, k == steps - 1
+    features, reverse, condition = model.see(z, None)
+
+    def logits_at(positions: Tensor) -> Tensor:
+        return restrict(model.backbone.output(features[positions], condition), settings, never)
+
+    by_token = model.token_exponents is not None
+    if by_token or settings.dtype == "float32":
+        probs = logits_at(masked).softmax(dim=1)  # [N, V]
+    if by_token:
+        w = model.token_exponents().double()
+        reverse = PowerSchedule(_scatter(masked, probs @ w))
+    s = next_time(reverse, masked, t, k, steps, settings.grid)
+    if last:
+        reveal_prob = torch.ones(z.shape, dtype=torch.float64, device=z.device)
+    elif by_token:
+        chances = -torch.expm1(w * (s / t).log().repeat_interleave(masked.sum(dim=1))[:, None])  # [N, V]
+        reveal_prob = _scatter(masked, (probs * chances).sum(dim=1))
+    elif k == 0:
+        reveal_prob = reverse.log_keep_prob(s).exp()  # from all masks, where a schedule may only come near
+    else:
+        reveal_prob = reverse.reveal_prob(t, s)
+
+    if settings.dtype == "float32" and not (last and settings.final == "argmax"):
+        reveal_prob = reveal_prob.expand(z.shape)[masked][:, None]
+        weights = probs * (chances if by_token and not last else reveal_prob)
+        uniforms = noise.float32(masked.sum(dim=1), weights.shape[1] + 1)
+        choice = race_float32(torch.cat([weights.float(), 1 - reveal_prob.float()], dim=1), uniforms)
+        return z.masked_scatter(masked, choice.where(choice < weights.shape[1], model.mask_id)), s
+    to_reveal, for_token = noise.uniforms(z.shape[1])
+    reveal = masked & (to_reveal < reveal_prob)
+    logits = logits_at(reveal)
+    if last and settings.final == "argmax":
+        return z.masked_scatter(reveal, logits.argmax(dim=1)), s
+    if by_token and not last:
+        logits = logits + chances.log()[reveal[masked]]
+    return z.masked_scatter(reveal, draw_tokens(logits, for_token[reveal])), s
+
+
+def _scatter(masked: Tensor, values: Tensor) -> Tensor:
+    """values [N] of the masked positions -> [B, L], 1 elsewhere."""
+    return torch.ones(masked.shape, dtype=values.dtype, device=values.device).masked_scatter(masked, values)
+
+
+def next_time(reverse, masked: Tensor, t: Tensor, k: int, steps: int, grid: str) -> Tensor:
+    """The end of step k, [B]: equal steps, or where the expected share of masks to reveal is equal.
+
+    The latter follows each sequence: of what is masked now, a fraction 1 / (steps left) is revealed.
+    """
+    left = steps - k
+    if grid == "uniform" or left == 1:
+        return torch.full_like(t, (left - 1) / steps)
+    count = masked.sum(dim=1).clamp(min=1)
+    low, high = torch.full_like(t, SMALLEST_LOG_RATIO), torch.zeros_like(t)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        share = (reverse.reveal_prob(t, t * middle.exp()) * masked).sum(dim=1) / count
+        too_many = share > 1 / left
+        low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
+    return t * high.exp()
+
+
+def next_token(
+    model, z: Tensor, position: int, noise: StepNoise, never: tuple[int, ...], settings: SamplerConfig
+) -> Tensor:
+    """`ar`: fill a position of z [B, L] from those before it."""
+    features, condition = model.predict_next(z[:, :position])
+    logits = restrict(model.backbone.output(features[:, -1], condition), settings, never)
+    z = z.clone()
+    if settings.dtype == "float32":
+        counts = torch.ones(len(z), dtype=torch.long)
+        z[:, position] = race_float32(logits.softmax(dim=1).float(), noise.float32(counts, logits.shape[1]))
+    else:
+        z[:, position] = draw_tokens(logits, noise.uniforms(z.shape[1])[1][:, position])
+    return z

@@ -203,12 +203,12 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 class Checkpoint:
-    """A checkpoint on disk: its config, state, and the weights. Opening raises UserError.
+    """A checkpoint on disk: its config (with `overrides`), state, and the weights. Raises UserError.
 
     Opening reads every file once and compares its checksum, the ranks of a job sharing the work.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, overrides: list[str] | tuple[str, ...] = ()):
         self.folder = find_checkpoint(path)
         try:
             self.state = State.model_validate_json((self.folder / STATE).read_bytes())
@@ -223,7 +223,7 @@ class Checkpoint:
                 self._damaged(f"{name} is missing")
             if sha256(self.folder / name) != self.state.files[name]:
                 self._damaged(f"{name} is cut short or altered")
-        self.config = load_config(self.folder / "config.yaml")
+        self.config = load_config(self.folder / "config.yaml", overrides)
         self.progress = Progress(self.state.step, self.state.sequences, self.state.tokens)
         try:
             saved = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata

@@ -71,15 +71,16 @@ def _open_resumed(config: Config, resume: str | None, train: ShardSet) -> Checkp
 
 def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) -> None:
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
+    fixed = {
+        "model": ours["model"].keys() - {"dropout"},
+        "objective": (ours["objective"].keys() | theirs["objective"].keys()) - {"time", "time_eps"},
+        "train": {"global_batch", "seed"},
+    }
     different = [
-        f"{section}.{key} was {theirs[section][key]}, is {ours[section][key]}"
-        for section, keys in {
-            "model": ours["model"].keys() - {"dropout"},
-            "objective": {"name", "c1", "c2"},
-            "train": {"global_batch", "seed"},
-        }.items()
+        f"{section}.{key} was {theirs[section].get(key)}, is {ours[section].get(key)}"
+        for section, keys in fixed.items()
         for key in sorted(keys)
-        if ours[section][key] != theirs[section][key]
+        if ours[section].get(key) != theirs[section].get(key)
     ]
     if checkpoint.state.data.tokenizer != train.tokenizer:
         different.append("the tokenizer of the shards is another")

@@ -25,7 +25,7 @@ from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress, save_checkp
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
-from lomdm_dist.train.step import draw_noise, two_sample_loss
+from lomdm_dist.train.step import draw_noise, training_loss
 
 
 class StopRequest:
@@ -143,7 +143,7 @@ class Run:
     def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        set_learning_rates(self.engine, learning_rates(config.optim, step, config.objective.learned))
+        set_learning_rates(self.engine, learning_rates(config.optim, step))
         # dropout is PyTorch's own: seeded by step and rank, so that a resume repeats it
         torch.manual_seed(hash((config.train.seed, step, grid.data_rank)) % 2**63)
         self.engine.train()
@@ -152,7 +152,7 @@ class Run:
             first = (grid.data_rank * self.accumulation + k) * micro
             x, valid = self._sequences(step, first, micro)
             noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
-            loss, stats = self.engine(two_sample_loss, x, valid, noise, config)
+            loss, stats = self.engine(training_loss, x, valid, noise, config)
             self.engine.backward(loss)
             self.gradient_norm = take_step(self.engine)
             sums.add(stats)
@@ -188,7 +188,7 @@ class Run:
     def _metrics(self, seconds: float) -> dict:
         """What is logged: means over the steps since the last log; grad_norm is the last step's."""
         config, steps = self.config, self.progress.step - self.logged.step
-        rates = learning_rates(config.optim, self.progress.step - 1, learned=True)
+        rates = learning_rates(config.optim, self.progress.step - 1)
         flops = step_flops_a_sequence(config) * config.train.global_batch * steps
         peak = machine.peak_flops()
         return {

@@ -11,12 +11,12 @@ from lomdm_dist.parallel.engine import Piece
 
 
 def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the backbone and, where there are heads, a second group for them; rate 0."""
-    groups = [model.backbone.parameters()]
-    if model.phi is not None:
-        groups.append([*model.phi.parameters(), *model.psi.parameters()])
+    """AdamW; rate 0. The scheduler heads, where there are any, are a second group; the rest is the first."""
+    heads = [p for head in (model.phi, model.psi) if head is not None for p in head.parameters()]
+    of_heads = {id(p) for p in heads}
+    groups = [[p for p in model.parameters() if id(p) not in of_heads], heads]
     return torch.optim.AdamW(
-        [{"params": list(group)} for group in groups],
+        [{"params": group} for group in groups if group],
         lr=0.0,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -25,11 +25,10 @@ def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:
     )
 
 
-def learning_rates(config: OptimConfig, step: int, learned: bool) -> list[float]:
-    """Rates of the groups in step 0, 1, ...: linear warm-up, then constant."""
+def learning_rates(config: OptimConfig, step: int) -> list[float]:
+    """Of backbone and heads in step 0, 1, ...: linear warm-up, then constant."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    rates = [config.learning_rate, config.heads_learning_rate][: 1 + learned]
-    return [warm * rate for rate in rates]
+    return [warm * config.learning_rate, warm * config.heads_learning_rate]
 
 
 class WeightAverage:

@@ -7,16 +7,8 @@ from torch import Tensor
 
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
-from lomdm_dist.process import (
-    PowerSchedule,
-    corrupt,
-    keyed_uniforms,
-    log_q,
-    nelbo_integrand,
-    rloo_surrogate,
-    sample_time,
-    stratify,
-)
+from lomdm_dist.model.bound import integrands
+from lomdm_dist.process import PowerSchedule, draw_time, keyed_uniforms, log_q, rloo_surrogate, stratify
 from lomdm_dist.process.noise import Purpose
 
 
@@ -42,6 +34,13 @@ def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
     return Noise(time, masks)
 
 
+def training_loss(model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config) -> tuple:
+    """The loss of a micro-batch under the config's objective, and what to log of it."""
+    if config.objective.name == "ar":
+        return autoregressive_loss(model, x, valid)
+    return two_sample_loss(model, x, valid, noise, config)
+
+
 def two_sample_loss(
     model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -50,57 +49,56 @@ def two_sample_loss(
     x [B, L] clean ids; valid [B, L] bool or None.
     Returns the loss, a scalar: mean over sequences of the bound, divided by the length; and sums
     over the micro-batch. The gradient reaches theta through CE, psi through hatA, phi through A
-    and through log q. MDLM is the same with one sample, fixed exponents, hence no RLOO term.
+    and through log q. A fixed order is the same with one sample, hence no RLOO term.
     """
-    objective, samples = config.objective, config.objective.samples
-    exponent = model.order(x, valid)
-    t, weight = sample_time(exponent, noise.time, objective.time, objective.time_eps)
-    schedule = PowerSchedule(exponent)
+    objective = config.objective
+    schedule = model.order(x, valid)
+    t, weight = draw_time(schedule, noise.time, objective.time, objective.time_eps)
+    masked, main, velocity = integrands(model, schedule, x, valid, t, noise.masks)
+    losses = weight * (main + velocity)
+    bound = losses.mean(dim=0)
 
-    z = [corrupt(x, schedule, t, u, config.model.mask_id, valid) for u in noise.masks]
-    masked = [z_k == config.model.mask_id for z_k in z]
-    ce, hat_exponent = model.denoise(
-        torch.cat(z), x.repeat(samples, 1), torch.cat(masked), _repeat(valid, samples)
-    )
-
-    mains, velocities = [], []
-    for masked_k, ce_k, hat_k in zip(masked, ce.chunk(samples), hat_exponent.chunk(samples), strict=True):
-        main, velocity = nelbo_integrand(
-            ce_k, masked_k, schedule.velocity(t), PowerSchedule(hat_k).velocity(t)
-        )
-        mains.append(weight * main)
-        velocities.append(weight * velocity)
-    losses = [main + velocity for main, velocity in zip(mains, velocities, strict=True)]
-    bound = sum(losses) / samples
-
-    rloo = torch.zeros_like(bound)
-    log_ratio = torch.zeros_like(bound)
-    if samples == 2:
+    rloo = log_ratio = torch.zeros_like(bound)
+    if objective.samples == 2:
         log_q1, log_q2 = (log_q(masked_k, schedule, t) for masked_k in masked)
         log_ratio = log_q1 - log_q2
         rloo = rloo_surrogate(log_q1, log_q2, *losses)
 
-    loss = (bound + rloo).mean() / config.model.length
+    loss = (bound + rloo).mean() / x.shape[1]
     with torch.no_grad():
         return loss, {
             "bound": bound.sum(),
-            "main": sum(mains).sum() / samples,
-            "velocity": sum(velocities).sum() / samples,
+            "main": (weight * main.mean(dim=0)).sum(),
+            "velocity": (weight * velocity.mean(dim=0)).sum(),
             "rloo": rloo.sum(),
             "advantage": (losses[0] - losses[-1]).square().sum(),
             "log_q_ratio": log_ratio.square().sum(),
-            "exponent": _spread(exponent, valid),
-            "tokens": torch.tensor(x.numel()) if valid is None else valid.sum(),
-            "sequences": torch.tensor(len(x)),
+            "exponent": _spread(schedule, valid),
+            **_counts(x, valid),
         }
 
 
-def _repeat(valid: Tensor | None, samples: int) -> Tensor | None:
-    return None if valid is None else valid.repeat(samples, 1)
+def autoregressive_loss(model: LoMDM, x: Tensor, valid: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ar`: the exact -log p(x), scaled and logged as the bounds are; it is all main term."""
+    nll = model.causal_ce(x, valid).double().sum(dim=1)
+    none = torch.zeros((), dtype=torch.float64, device=x.device)
+    stats = dict.fromkeys(("velocity", "rloo", "advantage", "log_q_ratio", "exponent"), none)
+    total = nll.detach().sum()
+    return nll.mean() / x.shape[1], {"bound": total, "main": total, **stats, **_counts(x, valid)}
 
 
-def _spread(exponent: Tensor, valid: Tensor | None) -> Tensor:
-    """Variance of the exponents inside each sequence, summed over sequences."""
+def _counts(x: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
+    return {
+        "tokens": torch.tensor(x.numel()) if valid is None else valid.sum(),
+        "sequences": torch.tensor(len(x)),
+    }
+
+
+def _spread(schedule, valid: Tensor | None) -> Tensor:
+    """Variance of the exponents inside each sequence, summed over sequences; nan where there are none."""
+    if not isinstance(schedule, PowerSchedule):
+        return torch.tensor(torch.nan)
+    exponent = schedule.exponent
     valid = torch.ones_like(exponent) if valid is None else valid.to(exponent.dtype)
     count = valid.sum(dim=1).clamp(min=1)
     mean = (exponent * valid).sum(dim=1, keepdim=True) / count[:, None]

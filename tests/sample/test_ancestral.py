@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from lomdm_dist.cli import main
-from lomdm_dist.config import load_config
+from lomdm_dist.config import SamplerConfig, load_config
 from lomdm_dist.model import LoMDM
-from lomdm_dist.process import keyed_uniforms
 from lomdm_dist.sample import sample
-from lomdm_dist.sample.ancestral import draw_tokens, reverse_step
+from lomdm_dist.sample.ancestral import reverse_step
+from lomdm_dist.sample.tokens import draw_tokens
 from lomdm_dist.train.checkpoint import Checkpoint
 
 
@@ -20,12 +20,12 @@ def model(trained_run):
 
 @pytest.mark.parametrize("steps", [1, 5, 40])
 def test_samples_are_whole_and_repeat(model, steps):
-    first = sample(model, 6, 16, steps, seed=3, mask_id=1, never=(2,), batch=4)
-    again = sample(model, 6, 16, steps, seed=3, mask_id=1, never=(2,), batch=5)
+    first = sample(model, 6, 16, steps, seed=3, never=(2,), batch=4)
+    again = sample(model, 6, 16, steps, seed=3, never=(2,), batch=5)
     assert first.token_ids.shape == (6, 16) and first.network_calls == steps
     assert torch.equal(first.token_ids, again.token_ids)
     assert not torch.isin(first.token_ids, torch.tensor([1, 2])).any()
-    assert not torch.equal(first.token_ids, sample(model, 6, 16, steps, 4, 1, (2,)).token_ids)
+    assert not torch.equal(first.token_ids, sample(model, 6, 16, steps, 4, (2,)).token_ids)
 
 
 def test_draws_have_the_distribution_of_the_logits():
@@ -43,16 +43,36 @@ def test_draws_have_the_distribution_of_the_logits():
     assert ends.tolist() == [1, 5]
 
 
-def test_first_step_reveals_its_nominal_share(trained_run):
-    """V = 50,257 and 1,024 steps: float32 noise would reveal 15% of it."""
-    config = load_config(trained_run.run / "config.yaml", ["model.vocab_size=50257", "model.mask_id=50256"])
-    model = LoMDM(config.model, config.objective).eval()  # uniform over the vocabulary, exponent 0.7
-    z = torch.full((2000, 16), 50_256)
-    uniforms = keyed_uniforms(0, 2, 0, range(2000), 32)
-    z = reverse_step(model, z, 1.0, 1 - 1 / 1024, uniforms, 50_256, ())
-    share = -math.expm1(0.7 * math.log1p(-1 / 1024))
-    revealed = (z != 50_256).double().mean().item()
-    assert abs(revealed - share) < 3 * math.sqrt(share * (1 - share) / z.numel())
+class Draws:
+    """Noise for one step without keys: many sequences at once."""
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.generator = count, torch.Generator().manual_seed(seed)
+
+    def uniforms(self, length: int):
+        return torch.rand(2, self.count, length, generator=self.generator, dtype=torch.float64)
+
+    def float32(self, counts, width: int):
+        return torch.rand(int(counts.sum()), width, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "positions"), [("float64", 1.0, 400_000), ("float32", 0.15, 20_000)]
+)
+def test_the_first_of_1024_steps_reveals_its_share(trained_run, dtype, share, positions):
+    """A uniform network over 50,257 tokens: all of it with exact draws, 15% of it with float32 noise."""
+    vocabulary = ["model.vocab_size=50257", "model.mask_id=50256"]
+    config = load_config(trained_run.run / "config.yaml", ["objective={name: mdlm}", *vocabulary])
+    model, count = LoMDM(config.model, config.objective).eval(), 25
+    settings = SamplerConfig(dtype=dtype)
+    revealed = 0
+    for part in range(positions // (count * 16)):
+        z = torch.full((count, 16), 50_256)
+        z, s = reverse_step(model, z, torch.ones(count), 0, 1024, Draws(count, part), (), settings)
+        revealed += int((z != 50_256).sum())
+    nominal = positions / 1024
+    assert s[0] == 1 - 1 / 1024
+    assert abs(revealed - share * nominal) < 3 * math.sqrt(nominal * max(share, 0.15)) + 1
 
 
 def test_the_command_follows_its_contract(trained_run, tmp_path, capsys):

@@ -168,11 +168,12 @@ class SchedulerHead(nn.Module):
     def __init__(self, config: LomdmConfig):
         super().__init__()
         self.block = Block(config)
-        self.weight = nn.Parameter(torch.zeros(config.hidden_size))
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor, context: tuple) -> Tensor:
-        return self.block(features, *context).float() @ self.weight.float() + self.bias.float()
+        hidden = self.block(features, *context).float()
+        return F.linear(hidden, self.weight.float(), self.bias.float())[..., 0]
 
 
 # --- the model -----------------------------------------------------------------------------------
