@@ -1,78 +1,12 @@
 """Real process groups: one result on one process and on two, after a kill, and on another ZeRO stage."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MODEL = ["model.width=32", "model.blocks=2", "model.heads=2", "model.length=16", "model.vocab_size=300"]
-FAST = [
-    "train.log_every=1",
-    "train.valid_every=0",
-    "optim.heads_learning_rate=5e-3",
-    "optim.warmup_steps=3",
-    "optim.learning_rate=1e-3",
-]
-
-
-@pytest.fixture(scope="session")
-def base(tiny_data):
-    """Overrides that make configs/demo.yaml a few-second run; losses then move, heads learn."""
-    return [*MODEL, *FAST, f"data.train={tiny_data / 'train'}", f"data.valid={tiny_data / 'valid'}"]
-
-
-def command(processes: int, *arguments) -> list[str]:
-    train = ["train.py", "--config", "configs/demo.yaml", *map(str, arguments)]
-    if processes == 1:
-        return [sys.executable, *train]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(processes),
-    ]
-    return [*torchrun, *train]
-
-
-def start(processes: int, *arguments) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command(processes, *arguments),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, expect: int = 0) -> str:
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == expect, output
-    return output
-
-
-def wait_for(path: Path, text: str, process: subprocess.Popen) -> None:
-    deadline = time.time() + 600
-    while not path.exists() or text not in path.read_text():
-        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
-        time.sleep(0.02)
-
-
-def curve(run: Path, key: str = "loss") -> dict[int, float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len({row["step"] for row in rows}) == len(rows), "a step was logged twice"
-    return {row["step"]: row[key] for row in rows}
+from tests.distributed.runs import assert_same, curve, finish, start, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +15,6 @@ def whole_run(tmp_path_factory, base):
     run = tmp_path_factory.mktemp("whole") / "run"
     finish(start(2, *base, "train.steps=25", f"train.run={run}"))
     return run
-
-
-def assert_same(ours: dict, theirs: dict, steps, tolerance: float):
-    assert [ours[s] for s in steps] == pytest.approx([theirs[s] for s in steps], rel=tolerance)
 
 
 def test_one_process_has_the_losses_of_two(tmp_path, base, whole_run):

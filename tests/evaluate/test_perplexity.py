@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from lomdm_dist.cli import main
-from lomdm_dist.config import load_config
+from lomdm_dist.config import EvaluateConfig, load_config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
+from lomdm_dist.process import PowerSchedule
 from lomdm_dist.train.checkpoint import Checkpoint
+from tests.model.test_model import tiny_config
 from tests.tiny import prepare_tiny, randomize
 
 
@@ -69,6 +71,36 @@ def test_standard_error_is_that_of_the_draws(model, trained_run):
     many = bound(model, trained_run.run, trained_run.data, draws=40, seed=99)
     assert abs(many["nll_per_token"] - estimates.mean()) < 4 * estimates.std() / math.sqrt(40) * 1.5
     assert many["standard_error"] < error
+
+
+class ManySequences:
+    """Stands in for shards: 16,384 sequences of 128 tokens."""
+
+    length = 128
+
+    def batch(self, indices, device):
+        return torch.zeros(len(indices), 128, dtype=torch.long), None
+
+
+@pytest.mark.parametrize("time", ["mixture", "uniform"])
+def test_constant_ce_and_exponents_of_0375(time):
+    """The uncut bound is the CE; the cut at 1e-3 loses (1e-3)**0.375 = 7.5% of it, and says how much."""
+    objective = {"name": "lomdm", "c1": 0.375, "c2": 0.0}
+    config = tiny_config(model={"length": 128}, objective=objective)
+    config = config.model_copy(update={"evaluate": EvaluateConfig(time=time)})
+    model, ce, kept = LoMDM(config.model, config.objective).eval(), 5.0, 1 - 1e-3**0.375
+    reverse = PowerSchedule(torch.tensor([[0.375]]))
+    model.denoise = lambda z, x, masked, valid: (masked * ce, reverse)
+    result = estimate_bound(model, ManySequences(), config, np.arange(16_384), batch=512)
+    error = result["standard_error"]
+    assert kept == pytest.approx(0.925, abs=1e-4)
+    assert abs(result["nll_per_token_cut"] - kept * ce) < 3 * error
+    assert abs(result["nll_per_token_uncut"] - ce) < 3 * error
+    assert abs(result["remainder"] - (1 - kept) * ce) < 3 * error
+    asked = "nll_per_token_uncut" if time == "mixture" else "nll_per_token_cut"
+    assert result["nll_per_token"] == pytest.approx(result[asked])
+    if time == "mixture":
+        assert error < 0.004 * ce
 
 
 def test_a_new_model_has_the_perplexity_of_a_guess(trained_run):

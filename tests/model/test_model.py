@@ -7,9 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lomdm_dist.config import Config, load_config
+from lomdm_dist.config import Config, WindowObjective, load_config
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.flops import block_flops
+from lomdm_dist.model.lomdm import learned_schedule, permutation_of
+from lomdm_dist.process import log_q
 from lomdm_dist.train.step import Noise, two_sample_loss
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +24,10 @@ def head_parameters(width: int, condition: int = 128) -> int:
     return 2 * (block + width + 1)
 
 
+OBJECTIVES = ("mdlm", "genmd4", "left_to_right", "permutation", "blocks", "ar")
 PARAMETERS = {
     "demo": 1_101_122,
+    **{f"objectives/{name}": 729_792 + 512 * (name == "genmd4") for name in OBJECTIVES},
     "lm1b": 139_292_986 + head_parameters(768),
     "lm1b_unpacked": 139_292_986 + head_parameters(768),
     "owt": 169_627_218 + head_parameters(768),
@@ -77,10 +81,10 @@ def noise(config: Config, batch: int, t: float | None = None) -> Noise:
 
 
 def test_every_config_file_is_tested():
-    listed = subprocess.run(["git", "ls-files", "configs/*.yaml"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(["git", "ls-files", "*.yaml"], cwd=CONFIGS, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout: cannot tell the project's configs from a user's own")
-    assert {Path(name).stem for name in listed.stdout.split()} == set(PARAMETERS)
+    assert {name.removesuffix(".yaml") for name in listed.stdout.split()} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -120,30 +124,73 @@ def test_a_new_model_is_uniform_over_all_but_the_mask_token(vocab_size, mask_id)
     assert (model.backbone.output(features, condition)[..., mask_id] == -torch.inf).all()
 
 
-def test_gradients_reach_each_part_by_its_own_road():
-    """theta by CE alone, psi by hatA alone, phi by A and log q."""
-    config = tiny_config()
+@pytest.mark.parametrize("head", ["transformer", "linear"])
+@pytest.mark.parametrize("schedule", ["power", "polynomial"])
+@pytest.mark.parametrize("stop_gradient", [True, False])
+def test_gradients_reach_each_part_by_its_own_road(head, schedule, stop_gradient):
+    """theta by CE, psi by hatA, phi by A and log q; without stop-gradient the last two reach theta too."""
+    objective = {"head": head, "schedule": schedule, "stop_gradient": stop_gradient}
+    config = tiny_config(objective={"name": "lomdm"} | objective)
     model = randomised(config)
     x = torch.randint(5, 11, (4, 8))
     loss, _ = two_sample_loss(model, x, None, noise(config, 4), config)
     loss.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in model.backbone.parameters())
 
-    def gradients_of(function):
-        model.zero_grad()
-        function().backward()
-        return {name for name, p in model.named_parameters() if p.grad is not None}
-
-    def owner(names):
-        return {name.split(".")[0] for name in names}
-
+    t = torch.full((4,), 0.4)
     masked = torch.rand(4, 8) < 0.5
     z = torch.where(masked, 4, x)
-    assert owner(gradients_of(lambda: model.order(x).exponent.std())) == {"phi"}
-    assert owner(gradients_of(lambda: model.denoise(z, x, masked)[1].exponent.std())) == {"psi"}
-    assert owner(gradients_of(lambda: model.denoise(z, x, masked)[0].sum())) == {"backbone"}
-    assert all(gradient.isfinite().all() for gradient in whole.values())
+
+    def owners(function):
+        model.zero_grad()
+        function().backward()
+        return {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
+
+    beside = set() if stop_gradient else {"backbone"}
+    assert owners(lambda: model.order(x).velocity(t).std()) == {"phi"} | beside
+    assert owners(lambda: log_q(masked, model.order(x), t).sum()) == {"phi"} | beside
+    assert owners(lambda: model.denoise(z, x, masked)[1].velocity(t).std()) == {"psi"} | beside
+    assert owners(lambda: model.denoise(z, x, masked)[0].sum()) == {"backbone"}
+
+
+def test_gradients_of_genmd4_reach_the_exponents_of_the_tokens_in_the_text():
+    config = tiny_config(objective={"name": "genmd4"})
+    model = randomised(config)
+    x = torch.randint(5, 9, (4, 8))
+    loss, _ = two_sample_loss(model, x, None, noise(config, 4), config)
+    loss.backward()
+    gradient = model.token_exponents.theta.grad
+    assert (gradient[5:9] != 0).all() and gradient[4] == 0  # 4 is the mask token
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_token_exponents_start_at_one():
+    config = tiny_config(objective={"name": "genmd4"})
+    model = LoMDM(config.model, config.objective)
+    assert torch.allclose(model.token_exponents(), torch.ones(11), atol=1e-6)
+
+
+@pytest.mark.parametrize("normalize", ["norm_sig", "softmax"])
+def test_padding_has_no_part_in_the_order(normalize):
+    config = tiny_config(objective={"normalize": normalize, "c1": 0.5, "c2": 0.3})
+    logits = torch.randn(2, 8, 1, dtype=torch.float64)
+    valid = torch.arange(8).expand(2, 8) < 5
+    whole = learned_schedule(config.objective, logits[:, :5], None).exponent
+    padded = learned_schedule(config.objective, logits, valid).exponent
+    assert torch.allclose(padded[:, :5], whole, atol=1e-12)
+    assert torch.allclose(padded[:, 5:], torch.tensor(0.5, dtype=torch.float64))
+
+
+def test_permutations():
+    drawn = [
+        permutation_of(WindowObjective(name="window", order="permutation", permutation_seed=k), 9)
+        for k in (0, 1)
+    ]
+    assert sorted(drawn[0].tolist()) == list(range(9)) and not torch.equal(*drawn)
+    given = WindowObjective(name="window", order="permutation", permutation=[3, 0, 2, 1])
+    assert permutation_of(given, 4).tolist() == [3, 0, 2, 1]
+    assert permutation_of(given, 3).tolist() == [0, 2, 1]  # of a shorter text
 
 
 def test_mdlm_is_lomdm_with_a_fixed_exponent_of_one():

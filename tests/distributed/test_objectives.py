@@ -1,0 +1,68 @@
+"""Each objective from its own config on the demo corpus: 30 steps on two processes, evaluated, sampled."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lomdm_dist.cli import main
+from tests.distributed.runs import ROOT, assert_same, curve, finish, start
+
+CONFIGS = [ROOT / "configs" / "demo.yaml", *sorted((ROOT / "configs" / "objectives").glob("*.yaml"))]
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory) -> Path:
+    """Shards of the demo corpus, as `make demo` prepares them."""
+    folder = tmp_path_factory.mktemp("demo")
+    corpus, data = folder / "demo.jsonl", folder / "data"
+    subprocess.run([sys.executable, ROOT / "data_tools" / "demo_corpus.py", corpus], check=True)
+    tokens = ["--tokenizer", "bpe", "--vocab-size", "512", "--length", "64"]
+    main(["prepare", "text", "--input", str(corpus), "--out", str(data), *tokens])
+    return data
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_each_objective_trains_evaluates_and_samples(config, demo_data, tmp_path):
+    run = tmp_path / "run"
+    data = [f"data.train={demo_data / 'train'}", f"data.valid={demo_data / 'valid'}"]
+    more = ["train.steps=30", "train.log_every=1", "train.valid_every=0"]
+    finish(start(2, *data, *more, f"train.run={run}", config=config))
+    losses = curve(run)
+    first, last = (sum(losses[s] for s in steps) / 5 for steps in (range(1, 6), range(26, 31)))
+    assert last < first - 0.3
+
+    ppl, samples = tmp_path / "ppl.json", tmp_path / "samples.json"
+    main(["eval", "ppl", "--checkpoint", str(run), "--data", str(demo_data / "valid"), "--limit", "128",
+          "--json", str(ppl)])  # fmt: skip
+    result = json.loads(ppl.read_text())
+    assert abs(result["nll_per_token"] - last) < 4 * result["standard_error"] + 0.3
+    assert ("nll_per_token_uncut" in result) == (config.stem != "ar")
+    main(["sample", "--checkpoint", str(run), "--num", "2", "--steps", "8", "--json", str(samples)])
+    result = json.loads(samples.read_text())
+    assert [len(ids) for ids in result["token_ids"]] == [64, 64]
+    assert not {1, 2} & {i for ids in result["token_ids"] for i in ids}, (
+        "the mask and the pad token are no text"
+    )
+
+
+ABLATIONS = {
+    "no_stop_gradient": ["objective.stop_gradient=false"],
+    "linear_head": ["objective.head=linear"],
+    "polynomial": ["objective.schedule=polynomial"],
+    "genmd4": ["objective={name: genmd4}"],
+    "ar": ["objective={name: ar}"],
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_zero_3_on_two_processes_has_the_curve_of_one_process(name, base, tmp_path):
+    """Ablations of the learned order, and what has parameters or a backward pass of its own."""
+    options = [*base, *ABLATIONS[name], "train.steps=6"]
+    grids = {1: ["parallel.zero_stage=0"], 2: ["parallel.zero_stage=3", "train.micro_batch=4"]}
+    for processes, grid in grids.items():
+        finish(start(processes, *options, *grid, f"train.run={tmp_path / str(processes)}"))
+    for key in ("loss", "grad_norm"):
+        assert_same(curve(tmp_path / "2", key), curve(tmp_path / "1", key), range(1, 7), 1e-4)

@@ -1,0 +1,93 @@
+"""`ar`: the causal baseline on the same blocks."""
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lomdm_dist.config import SamplerConfig
+from lomdm_dist.errors import UserError
+from lomdm_dist.model import LoMDM
+from lomdm_dist.model.flops import step_flops_a_sequence
+from lomdm_dist.sample import sample
+from lomdm_dist.sample.ancestral import next_token
+from lomdm_dist.train.step import training_loss
+from tests.model.test_model import randomised, tiny_config
+from tests.sample.test_ancestral import Draws
+
+TINY = tiny_config(model={"vocab_size": 5, "mask_id": 2, "length": 3}, objective={"name": "ar"})
+TOKENS = (0, 1, 3, 4)
+TEXTS = torch.tensor(list(itertools.product(TOKENS, repeat=3)))
+
+
+@pytest.fixture(scope="module")
+def model() -> LoMDM:
+    return randomised(TINY).eval()
+
+
+def test_the_probabilities_of_all_texts_add_up_to_one(model):
+    with torch.no_grad():
+        nll = model.causal_ce(TEXTS).double().sum(dim=1)
+    assert nll.std() > 0.1
+    assert (-nll).exp().sum().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_no_position_sees_itself_or_what_follows():
+    model = randomised(tiny_config(objective={"name": "ar"})).eval()
+    x = torch.randint(5, 11, (4, 8))
+    other = x.clone()
+    other[:, 5:] = torch.randint(5, 11, (4, 3))
+    ce, changed = model.causal_ce(x), model.causal_ce(other)
+    assert torch.equal(ce[:, :5], changed[:, :5]) and not torch.equal(ce[:, 6], changed[:, 6])
+    valid = torch.arange(8).expand(4, 8) < 5
+    padded = model.causal_ce(torch.where(valid, x, 3), valid)
+    assert torch.allclose(padded[:, :5], ce[:, :5]) and (padded[:, 5:] == 0).all()
+
+
+def test_loss_is_the_mean_nll_a_token_and_reaches_every_parameter():
+    config = tiny_config(objective={"name": "ar"})
+    model = randomised(config)
+    x = torch.randint(5, 11, (4, 8))
+    loss, stats = training_loss(model, x, None, None, config)
+    assert loss.item() == pytest.approx(stats["bound"].item() / stats["tokens"].item())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_samples_have_the_exact_distribution(model, dtype):
+    count, noise = 20_000, Draws(20_000, 3)
+    noise.float32 = lambda counts, width: torch.rand(count, width, generator=noise.generator)
+    z = torch.full((count, 3), 2)
+    with torch.no_grad():
+        for position in range(3):
+            z = next_token(model, z, position, noise, (), SamplerConfig(dtype=dtype))
+        expected = count * (-model.causal_ce(TEXTS).double().sum(dim=1)).exp()
+    observed = (z[:, None] == TEXTS).all(dim=2).sum(dim=0)
+    assert observed.sum() == count
+    assert stats.chisquare(observed, expected * count / expected.sum()).pvalue > 1e-3
+
+
+def test_a_prompt_is_continued_and_a_gap_refused(model):
+    given = torch.tensor([3, 2, 2])
+    samples = sample(model, 5, 3, 99, 0, given=given)
+    assert samples.network_calls == 2
+    assert (samples.token_ids[:, 0] == 3).all() and not (samples.token_ids == 2).any()
+    with pytest.raises(UserError, match="cannot fill a gap"):
+        sample(model, 5, 3, 99, 0, given=torch.tensor([3, 2, 4]))
+
+
+def test_flops_are_those_that_torch_counts():
+    """All positions are projected; of the two products of attention half is needed, but torch counts all."""
+    config = tiny_config(model={"width": 64, "heads": 4, "length": 32}, objective={"name": "ar"})
+    model = LoMDM(config.model, config.objective)
+    x = torch.randint(5, 11, (2, 32))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.causal_ce(x)
+    unneeded = 2 * 32 * config.model.blocks * 4 * 64 * 16
+    adaln = 2 * 128 * (6 * config.model.blocks + 2) * 64 + 2 * (256 + 128) * 128
+    forward = 2 * step_flops_a_sequence(config) / 3
+    assert counter.get_total_flops() == forward + unneeded + adaln
