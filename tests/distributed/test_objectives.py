@@ -1,6 +1,7 @@
 """Each objective from its own config on the demo corpus: 30 steps on two processes, evaluated, sampled."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -30,15 +31,12 @@ def test_each_objective_trains_evaluates_and_samples(config, demo_data, tmp_path
     data = [f"data.train={demo_data / 'train'}", f"data.valid={demo_data / 'valid'}"]
     more = ["train.steps=30", "train.log_every=1", "train.valid_every=0"]
     finish(start(2, *data, *more, f"train.run={run}", config=config))
-    losses = curve(run)
-    first, last = (sum(losses[s] for s in steps) / 5 for steps in (range(1, 6), range(26, 31)))
-    assert last < first - 0.3
-
     ppl, samples = tmp_path / "ppl.json", tmp_path / "samples.json"
     main(["eval", "ppl", "--checkpoint", str(run), "--data", str(demo_data / "valid"), "--limit", "128",
-          "--json", str(ppl)])  # fmt: skip
+          "--draws", "8", "--json", str(ppl)])  # fmt: skip
     result = json.loads(ppl.read_text())
-    assert abs(result["nll_per_token"] - last) < 4 * result["standard_error"] + 0.3
+    assert result["nll_per_token"] < math.log(511) - 0.3, "it has learned nothing: a new model guesses"
+    assert result["standard_error"] < 0.3 and math.isfinite(curve(run, "grad_norm")[30])
     assert ("nll_per_token_uncut" in result) == (config.stem != "ar")
     main(["sample", "--checkpoint", str(run), "--num", "2", "--steps", "8", "--json", str(samples)])
     result = json.loads(samples.read_text())
