@@ -227,7 +227,7 @@ def _say_bound(result: dict, config, options) -> str:
     scope = f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights"
     if config.objective.name == "ar":
         return f"exact {value}, ppl {result['ppl']:.2f}; {scope}"
-    asked, other = ("uncut", "cut") if config.evaluate.time == "mixture" else ("cut", "uncut")
+    asked, other = ("cut", "uncut") if config.evaluate.time == "uniform" else ("uncut", "cut")
     return (
         f"bound {value}, ppl {result['ppl']:.2f} ({asked}; {other} {result[f'nll_per_token_{other}']:.4f}, "
         f"ppl {result[f'ppl_{other}']:.2f}: {result['remainder']:.4f} lies below t = "

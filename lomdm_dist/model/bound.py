@@ -1,24 +1,55 @@
-"""What one draw of a time and of masks says of the bound: corrupt, denoise, integrand."""
+"""What one draw of a time and of masks says of the bound: draw, corrupt, denoise, integrand."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lomdm_dist.model.lomdm import LoMDM
-from lomdm_dist.process import corrupt, nelbo_integrand
+from lomdm_dist.process import corrupt, draw_pinned, draw_time, nelbo_integrand, pinned_weight
 
 
-def integrands(
-    model: LoMDM, schedule, x: Tensor, valid: Tensor | None, t: Tensor, uniforms: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The bound's integrand at t for n masked samples of each sequence, in one pass of the network.
+class Terms(NamedTuple):
+    """The bound's integrand at t for n masked samples of each sequence, times `weight`: 1 / density."""
 
-    schedule is the forward one of x [B, L]; t [B]; uniforms: of each sample, [B, L].
-    Returns masked [n, B, L], and the main and the velocity term, each [n, B], float64.
+    t: Tensor  # [B]
+    masked: Tensor  # [n, B, L]
+    main: Tensor  # [n, B], float64, as the rest
+    velocity: Tensor  # [n, B]
+
+
+def draw_terms(
+    model: LoMDM,
+    schedule,
+    x: Tensor,
+    valid: Tensor | None,
+    time: Tensor,
+    masks: list[Tensor],
+    rule: str,
+    eps: float,
+) -> Terms:
+    """Estimate the bound of x [B, L], whose forward schedule is given, n times, in one pass of the network.
+
+    time [B, 2] and masks, of each sample [B, L], are uniforms; rule and eps are those of `draw_time`,
+    or "pinned": the position whose masking time t is, is masked for certain, which spares most of the
+    variance. The mean of main + velocity over time and masks is the bound.
     """
-    n = len(uniforms)
-    z = torch.cat([corrupt(x, schedule, t, u, model.mask_id, valid) for u in uniforms])
+    if rule == "pinned":
+        t, position, mass = draw_pinned(schedule, time, x.shape[1], valid)
+        masks = [u.scatter(1, position, -1.0) for u in masks]  # below every probability
+    else:
+        t, weight = draw_time(schedule, time, rule, eps)
+    n = len(masks)
+    z = torch.cat([corrupt(x, schedule, t, u, model.mask_id, valid) for u in masks])
     masked = z == model.mask_id
     ce, reverse = model.denoise(z, x.repeat(n, 1), masked, None if valid is None else valid.repeat(n, 1))
     velocity = schedule.velocity(t).expand(x.shape).repeat(n, 1)
     main, velocity_term = nelbo_integrand(ce, masked, velocity, reverse.velocity(t.repeat(n)))
-    return masked.view(n, *x.shape), main.view(n, -1), velocity_term.view(n, -1)
+    weight = pinned_weight(masked, velocity, mass.repeat(n)) if rule == "pinned" else weight.repeat(n)
+    return Terms(
+        t,
+        *(
+            (value.view(n, len(x), *value.shape[1:]))
+            for value in (masked, weight * main, weight * velocity_term)
+        ),
+    )

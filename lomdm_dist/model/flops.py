@@ -22,7 +22,7 @@ def predicted_share(objective: Objective) -> float:
     """Expected share of positions that are projected onto the vocabulary; exponents as at the start."""
     if objective.name == "ar":
         return 1.0
-    if objective.time == "mixture" or objective.name in ("window", "genmd4"):
+    if objective.time != "uniform" or objective.name in ("window", "genmd4"):
         return 0.5
     if objective.name == "lomdm" and objective.schedule == "polynomial":
         # the mean over t of sigmoid(gamma), gamma linear

@@ -14,19 +14,21 @@ from lomdm_dist.process.schedules import (
     norm_sig,
     softmax_weights,
 )
-from lomdm_dist.process.time import draw_time, sample_time, stratify
+from lomdm_dist.process.time import draw_pinned, draw_time, pinned_weight, sample_time, stratify
 
 __all__ = [
     "PolynomialSchedule",
     "PowerSchedule",
     "WindowSchedule",
     "corrupt",
+    "draw_pinned",
     "draw_time",
     "genmd4_integrand",
     "keyed_uniforms",
     "log_q",
     "nelbo_integrand",
     "norm_sig",
+    "pinned_weight",
     "rloo_surrogate",
     "sample_time",
     "softmax_weights",

@@ -42,10 +42,8 @@ def draw_time(schedule, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor
         return t, torch.full_like(t, 1 - eps)
     if rule not in ("mixture", "remainder"):
         raise ValueError(f"time rule {rule!r} is none of 'uniform', 'mixture', 'remainder'")
-    limit = 1.0 if rule == "mixture" else eps
-    if isinstance(schedule, PowerSchedule):
-        return _power_mixture(schedule.exponent, uniforms, limit)
-    return _inverse_mixture(schedule, uniforms[:, 0], limit)
+    t, _, mass = _mixture(schedule, uniforms, 1.0 if rule == "mixture" else eps, None)
+    return t, mass / _slope(schedule, t).sum(dim=1)
 
 
 def sample_time(exponent: Tensor, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor, Tensor]:
@@ -56,30 +54,72 @@ def sample_time(exponent: Tensor, uniforms: Tensor, rule: str, eps: float) -> tu
     return draw_time(PowerSchedule(exponent), uniforms, rule, eps)
 
 
-def _power_mixture(exponent: Tensor, uniforms: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Pick a position by its share of the mass below `limit`, take limit * u**(1/e)."""
-    exponent = torch.atleast_2d(exponent).expand(len(uniforms), -1)
-    masses = (exponent * math.log(limit)).exp().cumsum(dim=1)
-    total = masses[:, -1]
-    position = torch.searchsorted(masses, uniforms[:, 1:] * total[:, None], right=True)
-    chosen = exponent.gather(1, position.clamp(max=exponent.shape[1] - 1))[:, 0]
-    t = (math.log(limit) + uniforms[:, 0].log() / chosen).exp().clamp(min=SMALLEST_TIME, max=limit)
-    return t, total / (exponent * t[:, None] ** (exponent - 1)).sum(dim=1)
+@torch.no_grad()
+def draw_pinned(
+    schedule, uniforms: Tensor, length: int, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pick a position and draw the time at which it is masked; it is pinned: masked for certain.
+
+    uniforms [B, 2]; valid [B, L] leaves padding out. Returns t [B] as the mixture draws it, the
+    position [B, 1], and the mass [B] that `pinned_weight` needs.
+    """
+    if valid is None:
+        valid = torch.ones(len(uniforms), length, dtype=torch.bool, device=uniforms.device)
+    return _mixture(schedule, uniforms.to(torch.float64), 1.0, valid)
 
 
-def _inverse_mixture(schedule, uniforms: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Invert the mean mask probability on (0, limit]: so a window gets the draws of its own positions."""
+def pinned_weight(masked: Tensor, velocity: Tensor, mass: Tensor) -> Tensor:
+    """1 / density of (t, masks) over q(masks): mass / sum over masked of A_i; [B, L] -> [B], float64.
 
-    def mean_mask_prob(t: Tensor) -> Tensor:
-        return schedule.mask_prob(t).mean(dim=1).expand(len(uniforms))
+    With one position pinned and the others masked as ever, the pair (t, z) has the density
+    q(z|t) sum over masked of A_i / mass. So the estimate is a mean of the masked positions' terms
+    with weights A_i: where their CE is constant it has no variance at all. For equal exponents
+    this is LLaDA's estimator, which masks a number of tokens drawn uniformly from 1 .. L.
+    """
+    return mass / torch.where(masked, velocity, 0.0).sum(dim=1)
 
-    low, high = torch.zeros_like(uniforms), torch.full_like(uniforms, limit)
-    start = mean_mask_prob(low)
-    mass = mean_mask_prob(high) - start
-    wanted = start + uniforms * mass
+
+def _slope(schedule, t: Tensor) -> Tensor:
+    """d(1 - alpha_i)/dt, [B, L] or broadcastable."""
+    return schedule.velocity(t) * schedule.mask_prob(t)
+
+
+def _mixture(schedule, uniforms: Tensor, limit: float, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """t on (0, limit] with the density of the (valid) positions' mask probabilities; the position whose
+    time it is, [B, 1]; and the total mass, [B]: the sum over positions of what is masked until `limit`.
+
+    A power schedule picks the position and inverts its own probability, t = limit u**(1/e). Others
+    invert the sum over positions, so that a window gets the draws of its own positions, and pick after.
+    """
+    start, end = torch.zeros_like(uniforms[:, 0]), torch.full_like(uniforms[:, 0], limit)
+    if isinstance(schedule, PowerSchedule):
+        masses = _leave_out(schedule.mask_prob(end), valid)
+        position, mass = _pick(masses, uniforms[:, 1])
+        exponent = torch.atleast_2d(schedule.exponent).expand(masses.shape).gather(1, position)[:, 0]
+        t = (math.log(limit) + uniforms[:, 0].log() / exponent).exp()
+        return t.clamp(min=SMALLEST_TIME, max=limit), position, mass
+
+    def masked_until(t: Tensor) -> Tensor:
+        return _leave_out(schedule.mask_prob(t), valid).sum(dim=1).expand(len(uniforms))
+
+    before, mass = masked_until(start), masked_until(end) - masked_until(start)
+    wanted = before + uniforms[:, 0] * mass
     for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        above = mean_mask_prob(middle) > wanted
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    t = high.clamp(min=SMALLEST_TIME)
-    return t, mass / (schedule.velocity(t) * schedule.mask_prob(t)).mean(dim=1)
+        middle = (start + end) / 2
+        above = masked_until(middle) > wanted
+        start, end = torch.where(above, start, middle), torch.where(above, middle, end)
+    t = end.clamp(min=SMALLEST_TIME)
+    position, _ = _pick(_leave_out(_slope(schedule, t), valid), uniforms[:, 1])
+    return t, position, mass
+
+
+def _leave_out(values: Tensor, valid: Tensor | None) -> Tensor:
+    return values if valid is None else values * valid
+
+
+def _pick(shares: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """A position with probability proportional to shares [B, L], which is [B, 1]; and their sum [B]."""
+    sums = torch.atleast_2d(shares).expand(len(uniforms), -1).cumsum(dim=1)
+    total = sums[:, -1]
+    position = torch.searchsorted(sums, (uniforms * total)[:, None], right=True)
+    return position.clamp(max=sums.shape[1] - 1), total

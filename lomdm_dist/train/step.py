@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
-from lomdm_dist.model.bound import integrands
-from lomdm_dist.process import PowerSchedule, draw_time, keyed_uniforms, log_q, rloo_surrogate, stratify
+from lomdm_dist.model.bound import draw_terms
+from lomdm_dist.process import PowerSchedule, keyed_uniforms, log_q, rloo_surrogate, stratify
 from lomdm_dist.process.noise import Purpose
 
 
@@ -53,9 +53,10 @@ def two_sample_loss(
     """
     objective = config.objective
     schedule = model.order(x, valid)
-    t, weight = draw_time(schedule, noise.time, objective.time, objective.time_eps)
-    masked, main, velocity = integrands(model, schedule, x, valid, t, noise.masks)
-    losses = weight * (main + velocity)
+    t, masked, main, velocity = draw_terms(
+        model, schedule, x, valid, noise.time, noise.masks, objective.time, objective.time_eps
+    )
+    losses = main + velocity
     bound = losses.mean(dim=0)
 
     rloo = log_ratio = torch.zeros_like(bound)
@@ -68,8 +69,8 @@ def two_sample_loss(
     with torch.no_grad():
         return loss, {
             "bound": bound.sum(),
-            "main": (weight * main.mean(dim=0)).sum(),
-            "velocity": (weight * velocity.mean(dim=0)).sum(),
+            "main": main.mean(dim=0).sum(),
+            "velocity": velocity.mean(dim=0).sum(),
             "rloo": rloo.sum(),
             "advantage": (losses[0] - losses[-1]).square().sum(),
             "log_q_ratio": log_ratio.square().sum(),

@@ -33,10 +33,10 @@ def test_each_objective_trains_evaluates_and_samples(config, demo_data, tmp_path
     finish(start(2, *data, *more, f"train.run={run}", config=config))
     ppl, samples = tmp_path / "ppl.json", tmp_path / "samples.json"
     main(["eval", "ppl", "--checkpoint", str(run), "--data", str(demo_data / "valid"), "--limit", "128",
-          "--draws", "8", "--json", str(ppl)])  # fmt: skip
+          "--draws", "2", "--json", str(ppl)])  # fmt: skip
     result = json.loads(ppl.read_text())
     assert result["nll_per_token"] < math.log(511) - 0.3, "it has learned nothing: a new model guesses"
-    assert result["standard_error"] < 0.3 and math.isfinite(curve(run, "grad_norm")[30])
+    assert result["standard_error"] < 0.15 and math.isfinite(curve(run, "grad_norm")[30])
     assert ("nll_per_token_uncut" in result) == (config.stem != "ar")
     main(["sample", "--checkpoint", str(run), "--num", "2", "--steps", "8", "--json", str(samples)])
     result = json.loads(samples.read_text())

@@ -264,14 +264,16 @@ class LomdmForMaskedLM(PreTrainedModel):
         numbers = torch.arange(first_index, first_index + count)
         total = first_index + count if total is None else total
         exponents = self.order_exponents(input_ids, attention_mask)
+        everything = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
         bound = torch.zeros(count, dtype=torch.float64, device=input_ids.device)
         for draw in range(draws):
             uniforms = keyed_uniforms(seed, EVALUATE, draw, numbers, 2 + length)
             uniforms[:, 0] = stratify(uniforms[:, 0], numbers * draws + draw, total * draws)
             time, masks = uniforms.to(input_ids.device).split([2, length], dim=1)
-            t, weight = mixture_time(exponents, time)
-            masked = masks < t[:, None] ** exponents
-            masked = masked if valid is None else masked & valid
+            t, pinned = pinned_time(exponents, time, everything)
+            masked = (masks < t[:, None] ** exponents) & everything | pinned
+            rate = torch.where(masked, exponents / t[:, None], 0.0).sum(dim=1)
+            weight = everything.sum(dim=1) / rate  # 1 / density of the time and the masks
             bound += weight * self._integrand(input_ids, valid, masked, exponents, t) / draws
         return bound
 
@@ -355,16 +357,17 @@ def stratify(uniforms: Tensor, indices: Tensor, batch: int) -> Tensor:
     return (indices * generator % batch + uniforms) / batch
 
 
-def mixture_time(exponents: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw t from the density (1/L) sum_i e_i t ** (e_i - 1): t and 1 / density, each [B], float64.
+def pinned_time(exponents: Tensor, uniforms: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Pick a position of the text and draw the time at which it is masked: t [B], and that position [B, L].
 
-    uniforms [B, 2]: the first for the time, the second for the position whose exponent draws it.
+    uniforms [B, 2]: the first for the time, the second for the position.
     """
-    length = exponents.shape[1]
-    position = (uniforms[:, 1] * length).long().clamp(max=length - 1)
-    chosen = exponents.gather(1, position[:, None])[:, 0]
+    counts = valid.double().cumsum(dim=1)
+    position = torch.searchsorted(counts, (uniforms[:, 1] * counts[:, -1])[:, None], right=True)
+    position = position.clamp(max=valid.shape[1] - 1)
+    chosen = exponents.gather(1, position)[:, 0]
     t = (uniforms[:, 0].log() / chosen).exp().clamp(min=SMALLEST_TIME, max=1.0)
-    return t, 1 / (exponents * t[:, None] ** (exponents - 1)).mean(dim=1)
+    return t, torch.zeros_like(valid).scatter(1, position, True)
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
