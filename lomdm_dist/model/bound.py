@@ -46,10 +46,5 @@ def draw_terms(
     velocity = schedule.velocity(t).expand(x.shape).repeat(n, 1)
     main, velocity_term = nelbo_integrand(ce, masked, velocity, reverse.velocity(t.repeat(n)))
     weight = pinned_weight(masked, velocity, mass.repeat(n)) if rule == "pinned" else weight.repeat(n)
-    return Terms(
-        t,
-        *(
-            (value.view(n, len(x), *value.shape[1:]))
-            for value in (masked, weight * main, weight * velocity_term)
-        ),
-    )
+    main, velocity_term = (weight * main).view(n, -1), (weight * velocity_term).view(n, -1)
+    return Terms(t, masked.view(n, *x.shape), main, velocity_term)

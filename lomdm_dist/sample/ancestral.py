@@ -117,36 +117,36 @@ def reverse_step(
     def logits_at(positions: Tensor) -> Tensor:
         return restrict(model.backbone.output(features[positions], condition), settings, never)
 
-    by_token = model.token_exponents is not None
-    if by_token or settings.dtype == "float32":
+    by_token, float32 = model.token_exponents is not None, settings.dtype == "float32"
+    if by_token or float32:
         probs = logits_at(masked).softmax(dim=1)  # [N, V]
     if by_token:
         w = model.token_exponents().double()
         reverse = PowerSchedule(_scatter(masked, probs @ w))
     s = next_time(reverse, masked, t, k, steps, settings.grid)
     if last:
-        reveal_prob = torch.ones(z.shape, dtype=torch.float64, device=z.device)
+        reveal_prob = torch.ones_like(z, dtype=torch.float64)
     elif by_token:
-        chances = -torch.expm1(w * (s / t).log().repeat_interleave(masked.sum(dim=1))[:, None])  # [N, V]
-        reveal_prob = _scatter(masked, (probs * chances).sum(dim=1))
+        token_prob = -torch.expm1(w * (s / t).log().repeat_interleave(masked.sum(dim=1))[:, None])  # [N, V]
+        reveal_prob = _scatter(masked, (probs * token_prob).sum(dim=1))
     elif k == 0:
         reveal_prob = reverse.log_keep_prob(s).exp()  # from all masks, where a schedule may only come near
     else:
         reveal_prob = reverse.reveal_prob(t, s)
 
-    if settings.dtype == "float32" and not (last and settings.final == "argmax"):
-        reveal_prob = reveal_prob.expand(z.shape)[masked][:, None]
-        weights = probs * (chances if by_token and not last else reveal_prob)
+    if last and settings.final == "argmax":
+        return z.masked_scatter(masked, logits_at(masked).argmax(dim=1)), s
+    if float32:
+        stay = 1 - reveal_prob.expand(z.shape)[masked][:, None]
+        weights = probs * (token_prob if by_token and not last else 1 - stay)
         uniforms = noise.float32(masked.sum(dim=1), weights.shape[1] + 1)
-        choice = race_float32(torch.cat([weights.float(), 1 - reveal_prob.float()], dim=1), uniforms)
+        choice = race_float32(torch.cat([weights.float(), stay.float()], dim=1), uniforms)
         return z.masked_scatter(masked, choice.where(choice < weights.shape[1], model.mask_id)), s
     to_reveal, for_token = noise.uniforms(z.shape[1])
     reveal = masked & (to_reveal < reveal_prob)
     logits = logits_at(reveal)
-    if last and settings.final == "argmax":
-        return z.masked_scatter(reveal, logits.argmax(dim=1)), s
     if by_token and not last:
-        logits = logits + chances.log()[reveal[masked]]
+        logits = logits + token_prob.log()[reveal[masked]]
     return z.masked_scatter(reveal, draw_tokens(logits, for_token[reveal])), s
 
 
