@@ -69,6 +69,8 @@ def test_a_finished_run_has_nothing_to_do(trained_run, capsys):
         ("model.blocks=3", "model.blocks was 2, is 3"),
         ("model.width=64", "model.width was 32, is 64"),
         ("objective.c2=0.5", "objective.c2 was 0.65, is 0.5"),
+        ("objective={name: window}", "objective.name was lomdm, is window"),
+        ("objective.head=linear", "objective.head was transformer, is linear"),
         ("train.global_batch=16", "train.global_batch was 8, is 16"),
         ("model.length=32", "model.length is 32, the shards have 16"),
         ("model.vocab_size=301", "model.vocab_size is 301, the shards have 300"),

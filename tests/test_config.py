@@ -23,6 +23,27 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("optmi.clip=1", "unknown key optmi; did you mean optim?"),
         ("objective.c2=0.7", "c1 > c2 >= 0 keeps every exponent positive; c1 = 0.7, c2 = 0.7"),
         ("objective.name=mdlm", "mdlm means c1 = 1 and c2 = 0, not c1 = 0.7, c2 = 0.65"),
+        ("objective.name=window", "objective.c1 is no key of window; 'objective={name: window}' replaces"),
+        ("objective={name: ar, time: uniform}", "objective.time is no key of ar"),
+        ("objective.name=lomdn", "objective.name is none of lomdm, mdlm, genmd4, window, ar"),
+        ("objective=3", "objective.name is none of lomdm, mdlm, genmd4, window, ar"),
+        ("objective.nme=window", "unknown key objective.nme; did you mean objective.name?"),
+        ("objective.time=pinned", "objective.time: input should be 'uniform' or 'mixture', got 'pinned'"),
+        ("objective.stop_gradient=1", "objective.stop_gradient: input should be a valid boolean, got 1"),
+        ("objective.c1=0", "c1 > c2 >= 0 keeps every exponent positive; c1 = 0"),
+        ("objective={name: lomdm, normalize: softmax, c1: -1}", "c1 > 0 and c2 >= 0 keep every exponent"),
+        ("objective={name: window, permutation: [0]}", "a permutation is given, but order is left_to_right"),
+        (
+            "objective={name: window, order: permutation, permutation: [0, 0]}",
+            "permutation does not hold each of 0 .. 1 once",
+        ),
+        (
+            "objective={name: window, order: permutation, permutation: [1, 0]}",
+            "objective.permutation has 2 positions, model.length is 64",
+        ),
+        ("objective={name: window, order: blocks, block: 65}", "block 65 is larger than model.length 64"),
+        ("objective={name: window, window_eps: 0}", "objective.window_eps: input should be greater than 0"),
+        ("evaluate.time_eps=1", "evaluate.time_eps: input should be less than 1"),
         ("model.heads=5", "width 96 is not divisible by heads 5"),
         ("model.heads=96", "width / heads = 1 is odd"),
         ("model.mask_id=512", "mask_id 512 is outside vocab_size 512"),
@@ -53,6 +74,19 @@ def test_what_cannot_work_is_refused_with_the_reason(override, message):
 def test_paths_and_names_are_taken_as_they_stand(text):
     config = load_config(DEMO, [f"train.run={text}", f"wandb.name={text}"])
     assert (str(config.train.run), config.wandb.name) == (text, text)
+
+
+def test_a_section_without_a_name_is_lomdm_and_old_mdlm_configs_load():
+    assert load_config(DEMO, ["objective={c1: 0.8}"]).objective.name == "lomdm"
+    said = ["objective={name: mdlm, c1: 1, c2: 0}"]
+    assert load_config(DEMO, said) == load_config(DEMO, ["objective={name: mdlm}"])
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/*.yaml")), ids=lambda path: path.stem)
+def test_every_objective_is_saved_with_its_own_keys_and_loads_again(tmp_path, path):
+    config = load_config(path)
+    config.save(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
 
 
 def test_bf16_without_master_weights_is_refused():

@@ -128,6 +128,27 @@ def test_the_command_follows_its_contract(random_run, trained_run, tmp_path, cap
     assert result["convention"]["draws"] == 2 and result["convention"]["split"] == "valid"
 
 
+def test_a_cut_asked_for_is_the_number_and_the_rest_stands_beside(random_run, trained_run, tmp_path, capsys):
+    out = tmp_path / "ppl.json"
+    where = ["--checkpoint", str(random_run), "--data", str(trained_run.data / "valid")]
+    found = {}
+    for time in ("mixture", "uniform", "pinned"):
+        main(["eval", "ppl", *where, "--draws", "40", "--json", str(out), f"evaluate.time={time}"])
+        found[time] = json.loads(out.read_text())
+        said = "cut" if time == "uniform" else "uncut"
+        assert f"({said}; " in capsys.readouterr().out
+        assert found[time]["nll_per_token"] == pytest.approx(found[time][f"nll_per_token_{said}"])
+        assert found[time]["convention"]["time"] == time
+    for time in ("mixture", "uniform"):
+        difference = found[time]["nll_per_token_uncut"] - found["pinned"]["nll_per_token_uncut"]
+        assert abs(difference) < 4 * found[time]["standard_error"]
+    assert found["uniform"]["remainder"] > 0.01
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "ppl", *where, "train.steps=3"])
+    assert stopped.value.code == 2
+    assert "a trained model takes evaluate. only" in capsys.readouterr().err
+
+
 def test_data_of_another_kind_is_refused(trained_run, tmp_path, capsys):
     padded = prepare_tiny(tmp_path / "padded", packing="padded")
     for data, message in (

@@ -6,11 +6,13 @@ import torch
 
 from lomdm_dist.cli import main
 from lomdm_dist.config import SamplerConfig, load_config
+from lomdm_dist.data.tokenizer import encode_prompt, not_text
 from lomdm_dist.model import LoMDM
 from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import reverse_step
-from lomdm_dist.sample.tokens import draw_tokens
+from lomdm_dist.sample.tokens import draw_tokens, restrict
 from lomdm_dist.train.checkpoint import Checkpoint
+from tests.tiny import randomize
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +88,71 @@ def test_the_command_follows_its_contract(trained_run, tmp_path, capsys):
     assert result["texts"][0] in capsys.readouterr().out
 
 
+def test_what_the_settings_leave_to_be_drawn():
+    logits = torch.tensor([[2.0, 0.0, -1.0, 1.0]]).log_softmax(1)
+    probs = logits.double().exp()
+
+    def drawn(**settings):
+        return restrict(logits.clone(), SamplerConfig(**settings), (3,)).softmax(1)
+
+    without = torch.tensor([[1.0, 1.0, 1.0, 0.0]]) * probs
+    assert torch.allclose(drawn(), without / without.sum())
+    squared = without**2
+    assert torch.allclose(drawn(temperature=0.5), squared / squared.sum())
+    share = float(without[0, 0] / without.sum())
+    assert drawn(top_p=share - 0.01)[0].tolist() == [1, 0, 0, 0]
+    two = torch.tensor([[1.0, 1.0, 0.0, 0.0]]) * probs
+    assert torch.allclose(drawn(top_p=share + 0.01), two / two.sum())
+    assert drawn(top_p=1e-9)[0].tolist() == [1, 0, 0, 0]
+
+
+def run_sample(run, tmp_path, *options) -> dict:
+    out = tmp_path / "samples.json"
+    main(["sample", "--checkpoint", str(run), "--json", str(out), *options])
+    return json.loads(out.read_text())
+
+
+def test_prompts_stay_and_gaps_are_filled(trained_run, tmp_path):
+    """A mask in the prompt is drawn, everything else of it stays, and the text goes on behind it."""
+    checkpoint = Checkpoint(trained_run.run)
+    tokenizer = checkpoint.tokenizer()
+    ids = encode_prompt(tokenizer, "a list [MASK] of [PAD] ")
+    assert ids.count(tokenizer.mask_token_id) == 1 and tokenizer.pad_token_id not in ids
+    assert tokenizer.decode([i for i in ids if i != tokenizer.mask_token_id]) == "a list of [PAD] "
+    for settings in ([], ["sampler.grid=even"], ["sampler.final=argmax"], ["sampler.dtype=float32"]):
+        options = ["--prompt", "a list [MASK] of", "--num", "3", "--steps", "4", *settings]
+        found = run_sample(trained_run.run, tmp_path, *options)
+        given = encode_prompt(tokenizer, "a list [MASK] of")
+        for row in found["token_ids"]:
+            assert len(row) == 16 and not {tokenizer.mask_token_id, tokenizer.pad_token_id} & set(row)
+            kept = [(r, g) for r, g in zip(row, given, strict=False) if g != tokenizer.mask_token_id]
+            assert all(r == g for r, g in kept)
+
+
+def test_the_scheduler_can_be_switched_off(trained_run, tmp_path):
+    run = randomize(trained_run.run, tmp_path / "step-8").folder  # its exponents differ from c1 at last
+    learned, off, again = (
+        run_sample(run, tmp_path, "--steps", "8", *options)["token_ids"]
+        for options in ([], ["objective.c2=0"], ["objective.c1=0.7", "objective.c2=0.65"])
+    )
+    assert learned == again != off
+
+
+def test_ids_that_no_token_has_are_never_drawn(trained_run):
+    tokenizer = Checkpoint(trained_run.run).tokenizer()
+    assert not_text(tokenizer, 300) == (tokenizer.pad_token_id,)
+    assert not_text(tokenizer, 303) == (tokenizer.pad_token_id, 300, 301, 302)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--length", "17"], "the model was trained at 16"),
+        (["--prompt", "a list of " * 9], "--length is 16"),
+        (["sampler.top_k=3"], "unknown key sampler.top_k; did you mean sampler.top_p?"),
+        (["sampler.top_p=0"], "sampler.top_p: input should be greater than 0"),
+        (["objective.c2=0.8"], "c1 > c2 >= 0 keeps every exponent positive"),
+        (["model.width=64"], "a trained model takes sampler. and objective.c1 and objective.c2 only"),
         (["--num", "0"], "--num 0: give 1 or more"),
         (["--checkpoint", "nowhere"], "no checkpoint in nowhere"),
     ],
