@@ -20,7 +20,7 @@ SECONDS_AFTER_THE_FIRST = 5
 PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
 OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
 EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
-SAMPLER = "how text is drawn: sampler.top_p=0.9 sampler.grid=even ... or objective.c2=0, the scheduler off"
+SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
 PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
@@ -227,11 +227,15 @@ def _say_bound(result: dict, config, options) -> str:
     scope = f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights"
     if config.objective.name == "ar":
         return f"exact {value}, ppl {result['ppl']:.2f}; {scope}"
-    asked, other = ("cut", "uncut") if config.evaluate.time == "uniform" else ("uncut", "cut")
+    time, eps = config.evaluate.time, config.evaluate.time_eps
+    asked, other = ("cut", "uncut") if time == "uniform" else ("uncut", "cut")
+    below = f"{result['remainder']:.4f} +- {result['remainder_standard_error']:.4f} below t = {eps:g}"
+    if not result["remainder"]:
+        below = f"no draw fell below t = {eps:g}"
+    jumps = f", {result['jumps']:.4f} in the jumps at its ends" if result["jumps"] else ""
     return (
-        f"bound {value}, ppl {result['ppl']:.2f} ({asked}; {other} {result[f'nll_per_token_{other}']:.4f}, "
-        f"ppl {result[f'ppl_{other}']:.2f}: {result['remainder']:.4f} lies below t = "
-        f"{config.evaluate.time_eps:g}); {scope}, {options.draws} draws"
+        f"bound {value}, ppl {result['ppl']:.2f} ({asked}, time {time}; {other} "
+        f"{result[f'nll_per_token_{other}']:.4f}: {below}{jumps}); {scope}, {options.draws} draws"
     )
 
 
@@ -257,7 +261,7 @@ def _sample(options) -> None:
 
     _positive(options, "num", "length", "steps", "batch")
     overrides = _only(options.overrides, "sampler.", "objective.c1", "objective.c2")
-    checkpoint = Checkpoint(options.checkpoint, overrides)
+    checkpoint = Checkpoint(options.checkpoint, _check_pace(options.checkpoint, overrides))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer()
     length = options.length or config.model.length
     if length > config.model.length:
@@ -285,7 +289,12 @@ def _sample(options) -> None:
     texts = tokenizer.batch_decode(samples.token_ids)
     for i, text in enumerate(texts):
         print(f"--- sample {i}\n{text}")
-    print(f"--- {options.num} samples, {length} tokens, {steps} steps, entropy {samples.entropy():.3f} nats")
+    settings = [f"{k}={v}" for k, v in config.sampler.model_dump(exclude_defaults=True).items()]
+    print(
+        f"--- {options.num} samples of {config.objective.name}, {length} tokens, {steps} steps"
+        f"{' (one a token)' if config.objective.name == 'ar' else ''}, entropy {samples.entropy():.3f} nats"
+        f"{''.join(', ' + setting for setting in settings)}"
+    )
     result = {
         "token_ids": samples.token_ids.tolist(),
         "texts": texts,
@@ -301,6 +310,19 @@ def _only(overrides: list[str], *allowed: str) -> list[str]:
     for override in overrides:
         if not any(override.partition("=")[0].startswith(name) for name in allowed):
             raise UserError(f"override {override!r}: a trained model takes {' and '.join(allowed)} only")
+    return overrides
+
+
+def _check_pace(path: str, overrides: list[str]) -> list[str]:
+    """c1 and c2 are of the learned order's exponents. UserError."""
+    from lomdm_dist.config import load_config
+    from lomdm_dist.train.checkpoint import find_checkpoint
+
+    objective = load_config(find_checkpoint(path) / "config.yaml").objective
+    has_pace = objective.name == "lomdm" and objective.schedule == "power"
+    if not has_pace and any(override.startswith("objective.") for override in overrides):
+        kind = f"{objective.name} with a polynomial schedule" if objective.name == "lomdm" else objective.name
+        raise UserError(f"{' '.join(overrides)}: {path} is {kind}; only lomdm's exponents have c1 and c2")
     return overrides
 
 

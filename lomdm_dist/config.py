@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -72,6 +73,13 @@ class Timed(Section):
 
     time: Literal["uniform", "mixture"] = "mixture"
     time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _masks_are_plain(cls, time):
+        if time == "pinned" and cls.samples == 2:
+            raise ValueError("pinned is for fixed orders: the gradient of a learned one needs plain masks")
+        return time
 
 
 class LomdmObjective(Timed):
@@ -136,7 +144,7 @@ class WindowObjective(Timed):
     time         `pinned` by default: with few positions a window, plain masks say little
 
     permutation  positions in the order of generation; where none is given, drawn from permutation_seed
-    block        positions a block, for `blocks`
+    block        positions a block, for `blocks`; the last block may be shorter
     window_eps   share of a position's masking that lies outside its window; the bound is off by as much
     """
 
@@ -389,7 +397,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = "; ".join(_say(problem) for problem in error.errors())
+        problems = "; ".join(_say_all(error.errors()))
         blamed = f" with {' '.join(changed)}" if changed else ""
         raise UserError(f"{path}{blamed}: {problems}") from None
 
@@ -412,31 +420,37 @@ def _apply(values: dict, override: str) -> str:
     return override
 
 
-def _say(problem: dict) -> str:
-    """One problem that pydantic found, in the project's words."""
-    parts = [str(part) for part in problem["loc"]]
-    objective = parts.pop(1) if parts[:1] == ["objective"] and len(parts) > 1 else None
-    name = ".".join(parts)
+def _say_all(problems: list[dict]) -> list[str]:
+    """What pydantic found, in the project's words; keys of another objective in one."""
+    foreign, said = {}, []
+    for problem in problems:
+        parts = [str(part) for part in problem["loc"]]
+        objective = parts.pop(1) if parts[:1] == ["objective"] and len(parts) > 1 else None
+        name = ".".join(parts)
+        if problem["type"] == "extra_forbidden" and objective and name in _keys(Config):
+            foreign.setdefault(objective, []).append(name)
+        else:
+            said.append(_say(problem, name))
+    for objective, names in foreign.items():
+        said.append(
+            f"{' and '.join(names)} {'is no key' if len(names) == 1 else 'are no keys'} of {objective}; "
+            f"'objective={{name: {objective}}}' replaces the whole section"
+        )
+    return said
+
+
+def _say(problem: dict, name: str) -> str:
     if problem["type"] == "objective":
         return problem["msg"]
     if problem["type"] == "extra_forbidden":
-        return _say_unknown(name, objective)
+        near = difflib.get_close_matches(name, _keys(Config), 1, 0.5)
+        return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{name} is missing"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{name}: {message}" if name else message
     return f"{name}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
-
-
-def _say_unknown(name: str, objective: str | None) -> str:
-    keys = _keys(Config)
-    if objective and name in keys:
-        return (
-            f"{name} is no key of {objective}; 'objective={{name: {objective}}}' replaces the whole section"
-        )
-    near = difflib.get_close_matches(name, keys, 1, 0.5)
-    return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _keys(section: type[Section], prefix: str = "") -> dict[str, Any]:

@@ -40,12 +40,14 @@ def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
 
 def _check_exportable(checkpoint: Checkpoint) -> None:
     objective = checkpoint.config.objective
+    if objective.name not in ("mdlm", "lomdm"):
+        raise UserError(f"to-hf exports mdlm and lomdm so far; {checkpoint.folder} is {objective.name}")
     plain = {"schedule": "power", "normalize": "norm_sig", "head": "transformer"}
-    if objective.name == "mdlm" or (
-        objective.name == "lomdm" and all(getattr(objective, key) == value for key, value in plain.items())
-    ):
-        return
-    raise UserError(f"to-hf exports mdlm, and lomdm with {plain}, but {checkpoint.folder} is {objective!r}")
+    other = [f"{k}={getattr(objective, k)}" for k, v in plain.items() if getattr(objective, k, v) != v]
+    if other:
+        raise UserError(
+            f"to-hf does not export the ablation {' '.join(other)} so far: {checkpoint.folder} has it"
+        )
 
 
 def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:

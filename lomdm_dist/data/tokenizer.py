@@ -90,11 +90,11 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[lis
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Ids of a text in which the mask token stands for a token to fill; other special tokens are text.
 
-    Spaces before a mask belong to the token that fills it.
+    One space before a mask belongs to the token that fills it, as in the tokens of running text.
     """
     *before, last = text.split(tokenizer.mask_token)
     ids = []
-    for piece in encode(tokenizer, [piece.rstrip() for piece in before]):
+    for piece in encode(tokenizer, [piece.removesuffix(" ") for piece in before]):
         ids += [*piece, tokenizer.mask_token_id]
     return ids + encode(tokenizer, [last])[0]
 

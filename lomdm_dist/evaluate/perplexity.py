@@ -18,31 +18,29 @@ from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stra
 from lomdm_dist.process.noise import Purpose
 
 
-def sequence_bounds(
-    model, x: Tensor, valid: Tensor | None, noise: list[Tensor], config: Config
-) -> tuple[Tensor, Tensor]:
-    """The bound of each sequence in nats, mean of the draws: its part at times from `time_eps` on, the rest.
+def sequence_bounds(model, x: Tensor, valid: Tensor | None, noise: list[Tensor], config: Config) -> Tensor:
+    """The bound of each sequence in nats, mean of the draws, in three parts that add up to it: [3, B], float64.
 
+    They are what lies at times from `time_eps` on; what lies below, which has draws of its own where
+    the others are uniform on [time_eps, 1]; and the jumps at the ends of a schedule that has any.
     x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks.
-    Returns two [B], float64. Where the times are uniform on [time_eps, 1] the rest is estimated by
-    a draw of its own, below time_eps.
     """
     if config.objective.name == "ar":
         nll = model.causal_ce(x, valid).double().sum(dim=1)
-        return nll, torch.zeros_like(nll)
+        return torch.stack([nll, torch.zeros_like(nll), torch.zeros_like(nll)])
     rule, eps = config.evaluate.time, config.evaluate.time_eps
     schedule = model.order(x, valid)
-    above, rest = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
+    above, below, jumps = torch.zeros(3, len(x), dtype=torch.float64, device=x.device)
     for uniforms in noise:
         time, masks = uniforms.split([2, x.shape[1]], dim=1)
         for rule_k in (rule, "remainder") if rule == "uniform" else (rule,):
             terms = draw_terms(model, schedule, x, valid, time, [masks], rule_k, eps)
             value = (terms.main + terms.velocity)[0]
             late = (terms.t >= eps) & (rule_k != "remainder")
-            above, rest = above + value * late, rest + value * ~late
+            above, below = above + value * late, below + value * ~late
         if isinstance(schedule, PolynomialSchedule):
-            rest = rest + end_terms(model, schedule, x, valid, masks)
-    return above / len(noise), rest / len(noise)
+            jumps = jumps + end_terms(model, schedule, x, valid, masks)
+    return torch.stack([above, below, jumps]) / len(noise)
 
 
 def end_terms(
@@ -100,11 +98,11 @@ def estimate_bound(
             strata = torch.from_numpy(numbers) * draws + draw
             uniforms[:, 0] = stratify(uniforms[:, 0], strata, len(indices) * draws)
             noise.append(uniforms.to(device))
-        above, rest = model(sequence_bounds, x, valid, noise, config)
+        parts = model(sequence_bounds, x, valid, noise, config)
         if not spare:
-            tokens = torch.full_like(above, shards.length) if valid is None else valid.sum(1).double()
-            bound = above if _is_cut(config) else above + rest
-            sums += _moments(tokens.cpu(), bound.cpu(), above.cpu(), rest.cpu())
+            tokens = torch.full_like(parts[0], shards.length) if valid is None else valid.sum(1).double()
+            bound = parts[0] if _is_cut(config) else parts.sum(dim=0)
+            sums += _moments(tokens.cpu(), bound.cpu(), *parts.cpu())
     if grid:
         sums = grid.sum(sums)
     return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), exact=config.objective.name == "ar")
@@ -114,30 +112,46 @@ def _is_cut(config: Config) -> bool:
     return config.objective.name != "ar" and config.evaluate.time == "uniform"
 
 
-_SUMS = ("sequences", "tokens", "tokens2", "bound", "bound2", "bound_tokens", "above", "rest")
+_SUMS = (
+    *("sequences", "tokens", "tokens2", "bound", "bound2", "bound_tokens"),
+    *("above", "below", "below2", "below_tokens", "jumps"),
+)
 
 
-def _moments(tokens, bound, above, rest) -> Tensor:
-    terms = [torch.ones_like(bound), tokens, tokens**2, bound, bound**2, bound * tokens, above, rest]
+def _moments(tokens, bound, above, below, jumps) -> Tensor:
+    terms = [torch.ones_like(bound), tokens, tokens**2, bound, bound**2, bound * tokens]
+    terms += [above, below, below**2, below * tokens, jumps]
     return torch.stack([term.sum() for term in terms])
 
 
 def _result(s: dict[str, float], exact: bool) -> dict:
-    nll, n = s["bound"] / s["tokens"], s["sequences"]
-    residual = s["bound2"] - 2 * nll * s["bound_tokens"] + nll**2 * s["tokens2"]
-    error = math.sqrt(max(residual, 0.0) * n / (n - 1)) / s["tokens"] if n > 1 else math.nan
-    error = math.hypot(error, nll * 2**-23)  # no number is better than the float32 its CE is made of
-    result = {"nll_per_token": nll, "standard_error": error, "ppl": _exp(nll)}
+    nll, error = _ratio(s, "bound")
+    result = {
+        "nll_per_token": nll,
+        "standard_error": math.hypot(error, nll * 2**-23),  # its CE is float32: no better than that
+        "ppl": _exp(nll),
+    }
     if not exact:
-        cut, remainder = s["above"] / s["tokens"], s["rest"] / s["tokens"]
+        cut, jumps = s["above"] / s["tokens"], s["jumps"] / s["tokens"]
+        remainder, remainder_error = _ratio(s, "below")
+        uncut = cut + remainder + jumps
         result |= {
-            "nll_per_token_uncut": cut + remainder,
+            "nll_per_token_uncut": uncut,
             "nll_per_token_cut": cut,
             "remainder": remainder,
-            "ppl_uncut": _exp(cut + remainder),
+            "remainder_standard_error": remainder_error,
+            "jumps": jumps,
+            "ppl_uncut": _exp(uncut),
             "ppl_cut": _exp(cut),
         }
-    return result | {"tokens": round(s["tokens"]), "sequences": round(n)}
+    return result | {"tokens": round(s["tokens"]), "sequences": round(s["sequences"])}
+
+
+def _ratio(s: dict[str, float], of: str) -> tuple[float, float]:
+    """A sum a token, and its standard error over the sequences, whose token counts may differ."""
+    ratio, n = s[of] / s["tokens"], s["sequences"]
+    residual = s[f"{of}2"] - 2 * ratio * s[f"{of}_tokens"] + ratio**2 * s["tokens2"]
+    return ratio, math.sqrt(max(residual, 0.0) * n / (n - 1)) / s["tokens"] if n > 1 else math.nan
 
 
 def _exp(nll: float) -> float:

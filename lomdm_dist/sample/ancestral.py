@@ -85,7 +85,7 @@ def sample(
     if causal:
         steps = int(free.sum())
         if free[: length - steps].any():
-            raise UserError("an ar model continues a text, it cannot fill a gap in one: give a prompt alone")
+            raise UserError("an ar model continues a text and cannot fill a gap: give a prompt without masks")
     batches = torch.arange(count).split(batch)
     rows = []
     with tqdm(total=steps * len(batches), desc="sample", disable=None if progress else True) as bar:

@@ -177,7 +177,7 @@ class Run:
         now, steps = time.perf_counter(), self.progress.step - self.logged.step
         metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
-        self.reporter.progress(metrics, (now - self.clock) / steps)
+        self.reporter.progress(metrics, (now - self.clock) / steps, self.config.objective.samples == 2)
         self.clock, self.logged, self.unlogged = now, self.progress, Counter()
 
     def _sequences(self, step: int, first: int, count: int):
@@ -226,8 +226,10 @@ class Run:
 
     def _heading(self) -> str:
         train, objective = self.config.train, self.config.objective
+        chosen = objective.model_dump(exclude={"name"}, exclude_defaults=True)
+        kind = " ".join([objective.name, *(f"{key}={value}" for key, value in chosen.items())])
         return (
-            f"{objective.name}, {self.parameters:,} parameters, {train.precision}, "
+            f"{kind}, {self.parameters:,} parameters, {train.precision}, "
             f"ZeRO {self.config.parallel.zero_stage}, {self.grid.device.type} x {world_size()}; "
             f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
             f"x micro-batch {train.micro_batch}; {len(self.data):,} sequences; from step {self.progress.step}"

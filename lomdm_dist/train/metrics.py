@@ -79,13 +79,15 @@ class Reporter:
         if self.active:
             print(text, flush=True)
 
-    def progress(self, metrics: dict, seconds_a_step: float) -> None:
-        """The line that a watching user reads."""
+    def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
+        """The line that a watching user reads; of a learned order, its price and its spread too."""
         left = (self.steps - metrics["step"]) * seconds_a_step
+        order = f"  velocity {metrics['velocity']:.1e}  exponent_std {metrics['exponent_std']:.1e}"
+        order = order if learned else ""
         mfu = f"  mfu {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         self.say(
-            f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}  main {metrics['main']:.4f}  "
-            f"velocity {metrics['velocity']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s{mfu}  "
+            f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}{order}  "
+            f"{metrics['tokens_per_second']:,.0f} tokens/s{mfu}  "
             f"ETA {_duration(left)}"
         )
 

@@ -151,9 +151,14 @@ def test_the_estimate_has_no_bias_and_the_remainder_is_what_the_cut_leaves_out(n
     uniforms[:, 0] = stratify(uniforms[:, 0], torch.arange(n), n)
     config = SimpleNamespace(objective=model.objective, evaluate=EvaluateConfig(time=rule, time_eps=eps))
     with torch.no_grad():
-        above, rest = sequence_bounds(model, X.expand(n, L), None, [uniforms], config)
-    cut, whole = enumerated(reference, low=eps), enumerated(reference) + jumps(reference)
-    for estimate, expected in ((above, cut), (rest, whole - cut), (above + rest, whole)):
+        above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], config)
+    cut, whole = enumerated(reference, low=eps), enumerated(reference)
+    for estimate, expected in (
+        (above, cut),
+        (below, whole - cut),
+        (above + below, whole),
+        (ends, jumps(reference)),
+    ):
         error = estimate.std().item() / n**0.5
         assert (
             abs(estimate.mean().item() - expected) < 4 * error + 1e-4

@@ -119,6 +119,8 @@ def test_prompts_stay_and_gaps_are_filled(trained_run, tmp_path):
     ids = encode_prompt(tokenizer, "a list [MASK] of [PAD] ")
     assert ids.count(tokenizer.mask_token_id) == 1 and tokenizer.pad_token_id not in ids
     assert tokenizer.decode([i for i in ids if i != tokenizer.mask_token_id]) == "a list of [PAD] "
+    code = encode_prompt(tokenizer, "def f(x):\n    [MASK]\n  [MASK] x")
+    assert tokenizer.decode(code) == "def f(x):\n   [MASK]\n [MASK] x"  # the tokens bring a space each
     for settings in ([], ["sampler.grid=even"], ["sampler.final=argmax"], ["sampler.dtype=float32"]):
         options = ["--prompt", "a list [MASK] of", "--num", "3", "--steps", "4", *settings]
         found = run_sample(trained_run.run, tmp_path, *options)
