@@ -5,6 +5,7 @@ Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on reque
 """
 
 import argparse
+import contextlib
 import os
 import platform
 import sys
@@ -29,6 +30,8 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
     """Run one command and exit with its status. `train.py` is `lomdm train`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(_parser(default_command), arguments)
+    with contextlib.suppress(AttributeError):  # whatever stands in for a terminal
+        sys.stdout.reconfigure(errors="replace")
     try:
         if options.json is not None:
             check_writable(Path(options.json))
@@ -287,14 +290,6 @@ def _sample(options) -> None:
     )
     steps = samples.network_calls
     texts = tokenizer.batch_decode(samples.token_ids)
-    for i, text in enumerate(texts):
-        print(f"--- sample {i}\n{text}")
-    settings = [f"{k}={v}" for k, v in config.sampler.model_dump(exclude_defaults=True).items()]
-    print(
-        f"--- {options.num} samples of {config.objective.name}, {length} tokens, {steps} steps"
-        f"{' (one a token)' if config.objective.name == 'ar' else ''}, entropy {samples.entropy():.3f} nats"
-        f"{''.join(', ' + setting for setting in settings)}"
-    )
     result = {
         "token_ids": samples.token_ids.tolist(),
         "texts": texts,
@@ -303,6 +298,14 @@ def _sample(options) -> None:
         "entropy": samples.entropy(),
     }
     machine.write_result(options.json, result, checkpoint.config.as_dict())
+    for i, text in enumerate(texts):
+        print(f"--- sample {i}\n{text}")
+    settings = [f"{k}={v}" for k, v in config.sampler.model_dump(exclude_defaults=True).items()]
+    print(
+        f"--- {options.num} samples of {config.objective.name}, {length} tokens, {steps} steps"
+        f"{' (one a token)' if config.objective.name == 'ar' else ''}, entropy {samples.entropy():.3f} nats"
+        f"{''.join(', ' + setting for setting in settings)}"
+    )
 
 
 def _only(overrides: list[str], *allowed: str) -> list[str]:

@@ -37,6 +37,7 @@ Positive = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Rate = Annotated[Number, Field(gt=0, lt=1e3)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
+SmallTime = Annotated[Number, Field(ge=1e-12, le=0.5)]
 
 
 class Section(BaseModel):
@@ -72,7 +73,7 @@ class Timed(Section):
     """How training draws its times. `uniform` cuts the bound at `time_eps`; `mixture` has no cut."""
 
     time: Literal["uniform", "mixture"] = "mixture"
-    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3
+    time_eps: SmallTime = 1e-3
 
     @field_validator("time", mode="before")
     @classmethod
@@ -92,8 +93,8 @@ class LomdmObjective(Timed):
     """
 
     name: Literal["lomdm"] = "lomdm"
-    c1: Number = 0.7
-    c2: Number = 0.65
+    c1: Annotated[Number, Field(ge=0.01, le=100)] = 0.7  # beyond, u**(1/e) leaves float64's range
+    c2: Annotated[Number, Field(ge=0, le=1000)] = 0.65
     schedule: Literal["power", "polynomial"] = "power"
     normalize: Literal["norm_sig", "softmax"] = "norm_sig"
     head: Literal["transformer", "linear"] = "transformer"
@@ -102,11 +103,7 @@ class LomdmObjective(Timed):
 
     @model_validator(mode="after")
     def _exponents_are_positive(self):
-        if self.normalize == "softmax" and not (self.c1 > 0 and self.c2 >= 0):
-            raise ValueError(
-                f"c1 > 0 and c2 >= 0 keep every exponent positive; c1 = {self.c1}, c2 = {self.c2}"
-            )
-        if self.normalize == "norm_sig" and not self.c1 > self.c2 >= 0:
+        if self.normalize == "norm_sig" and not self.c1 > self.c2:
             raise ValueError(f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}")
         return self
 
@@ -154,14 +151,19 @@ class WindowObjective(Timed):
     permutation: list[NonNegative] | None = None
     permutation_seed: NonNegative = 0
     block: Positive = 16
-    window_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-4
+    window_eps: Annotated[Number, Field(ge=1e-12, lt=1)] = 1e-4
     samples: ClassVar[int] = 1
 
     @model_validator(mode="after")
-    def _is_a_permutation(self):
+    def _order_has_its_keys(self):
         given = self.permutation
-        if given is not None and self.order != "permutation":
-            raise ValueError(f"a permutation is given, but order is {self.order}")
+        for key, order in {
+            "permutation": "permutation",
+            "permutation_seed": "permutation",
+            "block": "blocks",
+        }.items():
+            if self.order != order and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for order {order}, but order is {self.order}")
         if given is not None and sorted(given) != list(range(len(given))):
             raise ValueError(f"permutation does not hold each of 0 .. {len(given) - 1} once")
         return self
@@ -198,7 +200,7 @@ Objective = Annotated[
     Discriminator(
         _name_of_objective,
         custom_error_type="objective",
-        custom_error_message=f"objective.name is none of {', '.join(OBJECTIVES)}",
+        custom_error_message=f"objective is a section whose name is one of {', '.join(OBJECTIVES)}",
     ),
 ]
 
@@ -256,7 +258,7 @@ class EvaluateConfig(Section):
     """
 
     time: Literal["uniform", "mixture", "pinned"] = "pinned"
-    time_eps: Annotated[Number, Field(gt=0, lt=1)] = 1e-3
+    time_eps: SmallTime = 1e-3
 
 
 class SamplerConfig(Section):
@@ -273,7 +275,7 @@ class SamplerConfig(Section):
     final: Literal["draw", "argmax"] = "draw"
     dtype: Literal["float64", "float32"] = "float64"
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    temperature: Annotated[Number, Field(gt=0, lt=1e3)] = 1.0
+    temperature: Annotated[Number, Field(ge=1e-6, lt=1e3)] = 1.0
 
 
 class ParallelConfig(Section):
@@ -441,7 +443,8 @@ def _say_all(problems: list[dict]) -> list[str]:
 
 def _say(problem: dict, name: str) -> str:
     if problem["type"] == "objective":
-        return problem["msg"]
+        given = problem["input"]
+        return f"{problem['msg']}, got {given.get('name') if isinstance(given, dict) else given!r}"
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, _keys(Config), 1, 0.5)
         return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")

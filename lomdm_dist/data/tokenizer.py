@@ -91,7 +91,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Ids of a text in which the mask token stands for a token to fill; other special tokens are text.
 
     One space before a mask belongs to the token that fills it, as in the tokens of running text.
+    Raises UserError where the text is none.
     """
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UserError("the prompt is not UTF-8 text")
     *before, last = text.split(tokenizer.mask_token)
     ids = []
     for piece in encode(tokenizer, [piece.removesuffix(" ") for piece in before]):

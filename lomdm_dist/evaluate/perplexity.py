@@ -5,6 +5,7 @@ ranks; no sequence is counted twice or left out.
 """
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stra
 from lomdm_dist.process.noise import Purpose
 
 
-def sequence_bounds(model, x: Tensor, valid: Tensor | None, noise: list[Tensor], config: Config) -> Tensor:
-    """The bound of each sequence in nats, mean of the draws, in three parts that add up to it: [3, B], float64.
+def sequence_bounds(
+    model, x: Tensor, valid: Tensor | None, noise: Iterable[Tensor], draws: int, config: Config
+) -> Tensor:
+    """The bound of each sequence in nats, mean of the draws, in three parts that add up to it: [3, B].
 
     They are what lies at times from `time_eps` on; what lies below, which has draws of its own where
     the others are uniform on [time_eps, 1]; and the jumps at the ends of a schedule that has any.
-    x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks.
+    x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks. float64.
     """
     if config.objective.name == "ar":
         nll = model.causal_ce(x, valid).double().sum(dim=1)
@@ -40,7 +43,7 @@ def sequence_bounds(model, x: Tensor, valid: Tensor | None, noise: list[Tensor],
             above, below = above + value * late, below + value * ~late
         if isinstance(schedule, PolynomialSchedule):
             jumps = jumps + end_terms(model, schedule, x, valid, masks)
-    return torch.stack([above, below, jumps]) / len(noise)
+    return torch.stack([above, below, jumps]) / draws
 
 
 def end_terms(
@@ -92,13 +95,11 @@ def estimate_bound(
         if spare:
             numbers = np.zeros(1, dtype=np.int64)
         x, valid = shards.batch(indices[numbers], device)
-        noise = []
-        for draw in range(draws):
-            uniforms = keyed_uniforms(seed, Purpose.EVALUATE, draw, numbers, 2 + shards.length)
-            strata = torch.from_numpy(numbers) * draws + draw
-            uniforms[:, 0] = stratify(uniforms[:, 0], strata, len(indices) * draws)
-            noise.append(uniforms.to(device))
-        parts = model(sequence_bounds, x, valid, noise, config)
+        noise = (
+            evaluation_noise(seed, draw, draws, numbers, len(indices), shards.length).to(device)
+            for draw in range(draws)
+        )
+        parts = model(sequence_bounds, x, valid, noise, draws, config)
         if not spare:
             tokens = torch.full_like(parts[0], shards.length) if valid is None else valid.sum(1).double()
             bound = parts[0] if _is_cut(config) else parts.sum(dim=0)
@@ -106,6 +107,21 @@ def estimate_bound(
     if grid:
         sums = grid.sum(sums)
     return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), exact=config.objective.name == "ar")
+
+
+def evaluation_noise(
+    seed: int, draw: int, draws: int, numbers: np.ndarray, total: int, length: int
+) -> Tensor:
+    """Uniforms [B, 2 + length] of one draw for sequences `numbers` of `total`.
+
+    The times of all draws of all sequences are stratified together, turned by the seed: another seed
+    gives a sequence another stratum.
+    """
+    uniforms = keyed_uniforms(seed, Purpose.EVALUATE, draw, numbers, 2 + length)
+    turn = int(keyed_uniforms(seed, Purpose.STRATA, 0, [0], 1) * total * draws)
+    strata = torch.from_numpy(numbers) * draws + draw + turn
+    uniforms[:, 0] = stratify(uniforms[:, 0], strata, total * draws)
+    return uniforms
 
 
 def _is_cut(config: Config) -> bool:

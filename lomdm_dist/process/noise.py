@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     EVALUATE = 1
     SAMPLE = 2
     PERMUTATION = 3
+    STRATA = 4
 
 
 def keyed_generator(seed: int, purpose: int, step: int, index: int) -> np.random.Generator:

@@ -17,9 +17,13 @@ def corrupt(
     return torch.where(masked, mask_id, x)
 
 
-def log_q(masked: Tensor, schedule, t: Tensor) -> Tensor:
-    """log q(z | x), the log-probability of the mask pattern; bool [B, L] -> [B], float64."""
-    return torch.where(masked, schedule.log_mask_prob(t), schedule.log_keep_prob(t)).sum(dim=1)
+def log_q(masked: Tensor, schedule, t: Tensor, valid: Tensor | None = None) -> Tensor:
+    """log q(z | x), the log-probability of the mask pattern; bool [B, L] -> [B], float64.
+
+    Where `valid` is False (padding) a position stays for certain.
+    """
+    log_prob = torch.where(masked, schedule.log_mask_prob(t), schedule.log_keep_prob(t))
+    return log_prob.sum(dim=1) if valid is None else torch.where(valid, log_prob, 0.0).sum(dim=1)
 
 
 def nelbo_integrand(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lomdm_dist.process.schedules import PowerSchedule
 
-SMALLEST_TIME = 1e-300  # u**(1/e) may fall below float64's range; the mass below is under 1e-15
+SMALLEST_TIME = 1e-300  # u**(1/e) may fall below float64's range: 0.1% of the mass at e = 0.01, none at 0.05
 BISECTIONS = 50  # of [0, 1]: a time to 1e-15
 
 
@@ -43,7 +43,8 @@ def draw_time(schedule, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor
     if rule not in ("mixture", "remainder"):
         raise ValueError(f"time rule {rule!r} is none of 'uniform', 'mixture', 'remainder'")
     t, _, mass = _mixture(schedule, uniforms, 1.0 if rule == "mixture" else eps, None)
-    return t, mass / _slope(schedule, t).sum(dim=1)
+    slope = _slope(schedule, t).sum(dim=1)
+    return t, torch.where(slope > 0, mass / slope, 0.0)  # of large exponents nothing lies below eps
 
 
 def sample_time(exponent: Tensor, uniforms: Tensor, rule: str, eps: float) -> tuple[Tensor, Tensor]:

@@ -123,16 +123,20 @@ def reverse_step(
     if by_token:
         w = model.token_exponents().double()
         reverse = PowerSchedule(_scatter(masked, probs @ w))
-    s = next_time(reverse, masked, t, k, steps, settings.grid)
+
+    def reveal_prob_until(s: Tensor) -> Tensor:
+        if k == 0:
+            return reverse.log_keep_prob(s).exp()  # from all masks, where a schedule may only come near
+        return reverse.reveal_prob(t, s)
+
+    s = next_time(reveal_prob_until, masked, t, k, steps, settings.grid)
     if last:
         reveal_prob = torch.ones_like(z, dtype=torch.float64)
     elif by_token:
         token_prob = -torch.expm1(w * (s / t).log().repeat_interleave(masked.sum(dim=1))[:, None])  # [N, V]
         reveal_prob = _scatter(masked, (probs * token_prob).sum(dim=1))
-    elif k == 0:
-        reveal_prob = reverse.log_keep_prob(s).exp()  # from all masks, where a schedule may only come near
     else:
-        reveal_prob = reverse.reveal_prob(t, s)
+        reveal_prob = reveal_prob_until(s)
 
     if last and settings.final == "argmax":
         return z.masked_scatter(masked, logits_at(masked).argmax(dim=1)), s
@@ -155,10 +159,11 @@ def _scatter(masked: Tensor, values: Tensor) -> Tensor:
     return torch.ones(masked.shape, dtype=values.dtype, device=values.device).masked_scatter(masked, values)
 
 
-def next_time(reverse, masked: Tensor, t: Tensor, k: int, steps: int, grid: str) -> Tensor:
-    """The end of step k, [B]: equal steps, or where the expected share of masks to reveal is equal.
+def next_time(reveal_prob, masked: Tensor, t: Tensor, k: int, steps: int, grid: str) -> Tensor:
+    """The end of step k, [B]: equal steps, or where the expected number of masks to reveal is equal.
 
     The latter follows each sequence: of what is masked now, a fraction 1 / (steps left) is revealed.
+    reveal_prob(s) is that of a step to s, [B, L]; for GenMD4 that of the mean exponent, which is near.
     """
     left = steps - k
     if grid == "uniform" or left == 1:
@@ -167,7 +172,7 @@ def next_time(reverse, masked: Tensor, t: Tensor, k: int, steps: int, grid: str)
     low, high = torch.full_like(t, SMALLEST_LOG_RATIO), torch.zeros_like(t)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        share = (reverse.reveal_prob(t, t * middle.exp()) * masked).sum(dim=1) / count
+        share = (reveal_prob(t * middle.exp()) * masked).sum(dim=1) / count
         too_many = share > 1 / left
         low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
     return t * high.exp()

@@ -14,7 +14,7 @@ def restrict(logits: Tensor, settings: SamplerConfig, never: tuple[int, ...] = (
     logits = logits.double()
     logits[:, list(never)] = -torch.inf
     if settings.temperature != 1:
-        logits = logits / settings.temperature
+        logits = (logits - logits.amax(dim=1, keepdim=True)) / settings.temperature
     if settings.top_p < 1:
         ordered, order = logits.sort(dim=1, descending=True)
         probs = ordered.softmax(dim=1)
@@ -30,7 +30,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
     cumulative = cumulative / cumulative[:, -1:]  # ends at 1, so a uniform below 1 always lands
-    return torch.searchsorted(cumulative, uniforms[:, None], right=True)[:, 0]
+    return torch.searchsorted(cumulative, uniforms[:, None].contiguous(), right=True)[:, 0]
 
 
 def race_float32(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -73,14 +73,14 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) ->
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
         "model": ours["model"].keys() - {"dropout"},
-        "objective": (ours["objective"].keys() | theirs["objective"].keys()) - {"time", "time_eps"},
+        "objective": (ours["objective"].keys() & theirs["objective"].keys()) - {"time", "time_eps"},
         "train": {"global_batch", "seed"},
     }
     different = [
-        f"{section}.{key} was {theirs[section].get(key)}, is {ours[section].get(key)}"
+        f"{section}.{key} was {theirs[section][key]}, is {ours[section][key]}"
         for section, keys in fixed.items()
         for key in sorted(keys)
-        if ours[section].get(key) != theirs[section].get(key)
+        if ours[section][key] != theirs[section][key]
     ]
     if checkpoint.state.data.tokenizer != train.tokenizer:
         different.append("the tokenizer of the shards is another")

@@ -61,7 +61,7 @@ def two_sample_loss(
 
     rloo = log_ratio = torch.zeros_like(bound)
     if objective.samples == 2:
-        log_q1, log_q2 = (log_q(masked_k, schedule, t) for masked_k in masked)
+        log_q1, log_q2 = (log_q(masked_k, schedule, t, valid) for masked_k in masked)
         log_ratio = log_q1 - log_q2
         rloo = rloo_surrogate(log_q1, log_q2, *losses)
 

@@ -62,6 +62,20 @@ def test_the_number_does_not_depend_on_the_ranks(model, trained_run, size):
         assert shared[key] == pytest.approx(value, rel=1e-6), key
 
 
+def test_another_seed_draws_other_times_for_each_sequence(trained_run):
+    """Left to right a time is a position: seeds that kept the strata would all give one number."""
+    config = load_config(trained_run.run / "config.yaml", ["objective={name: window}"])
+    torch.manual_seed(0)
+    model = LoMDM(config.model, config.objective).eval()
+    torch.nn.init.normal_(model.backbone.output.bias)  # its CE differs from token to token
+    shards, few = ShardSet(trained_run.data / "valid"), np.arange(8)
+    results = [estimate_bound(model, shards, config, few, seed=seed) for seed in range(60)]
+    estimates = np.array([r["nll_per_token"] for r in results])
+    many = estimate_bound(model, shards, config, few, draws=200, seed=99)["nll_per_token"]
+    assert estimates.std() > 0.3 * np.mean([r["standard_error"] for r in results])
+    assert abs(estimates.mean() - many) < 4 * estimates.std() / 60**0.5
+
+
 def test_standard_error_is_that_of_the_draws(model, trained_run):
     """Over 40 seeds the estimates scatter by no more than their own standard error, and around one mean."""
     results = [bound(model, trained_run.run, trained_run.data, seed=seed) for seed in range(40)]
@@ -136,7 +150,7 @@ def test_a_cut_asked_for_is_the_number_and_the_rest_stands_beside(random_run, tr
         main(["eval", "ppl", *where, "--draws", "40", "--json", str(out), f"evaluate.time={time}"])
         found[time] = json.loads(out.read_text())
         said = "cut" if time == "uniform" else "uncut"
-        assert f"({said}; " in capsys.readouterr().out
+        assert f"({said}, time {time}; " in capsys.readouterr().out
         assert found[time]["nll_per_token"] == pytest.approx(found[time][f"nll_per_token_{said}"])
         assert found[time]["convention"]["time"] == time
     for time in ("mixture", "uniform"):

@@ -151,7 +151,7 @@ def test_the_estimate_has_no_bias_and_the_remainder_is_what_the_cut_leaves_out(n
     uniforms[:, 0] = stratify(uniforms[:, 0], torch.arange(n), n)
     config = SimpleNamespace(objective=model.objective, evaluate=EvaluateConfig(time=rule, time_eps=eps))
     with torch.no_grad():
-        above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], config)
+        above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], 1, config)
     cut, whole = enumerated(reference, low=eps), enumerated(reference)
     for estimate, expected in (
         (above, cut),

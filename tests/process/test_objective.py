@@ -10,6 +10,8 @@ from scipy import integrate
 from lomdm_dist.process import (
     PowerSchedule,
     WindowSchedule,
+    draw_pinned,
+    draw_time,
     genmd4_integrand,
     keyed_uniforms,
     log_q,
@@ -227,6 +229,21 @@ def test_one_time_in_each_stratum_and_every_micro_batch_sees_all_of_time(batch):
     if batch >= 64:
         for part in times.split(batch // 4)[:4]:
             assert abs(part.mean() - 0.5) < 0.05
+
+
+def test_nothing_lies_below_the_cut_of_large_exponents():
+    schedule = PowerSchedule(torch.full((4, 3), 1000.0))
+    t, weight = draw_time(schedule, keyed_uniforms(0, 0, 0, range(4), 2), "remainder", 1e-3)
+    assert (t > 0).all() and (weight == 0).all()
+
+
+def test_pinned_positions_are_never_padding():
+    valid = torch.tensor([[True, False, True, False]]).expand(500, 4)
+    uniforms = keyed_uniforms(0, 0, 0, range(500), 2)
+    for schedule in (PowerSchedule(torch.rand(500, 4) + 0.1), WindowSchedule.left_to_right(4, 1e-3)):
+        _, position, mass = draw_pinned(schedule, uniforms, 4, valid)
+        assert set(position.flatten().tolist()) == {0, 2}
+        assert torch.allclose(mass, torch.full((500,), 2.0, dtype=torch.float64))
 
 
 def test_noise_is_a_function_of_its_key():

@@ -117,6 +117,12 @@ def test_gradients_are_finite_at_both_ends_of_time():
         assert value.isfinite().all() and exponent.grad.isfinite().all()
 
 
+def test_padding_has_no_part_in_log_q_even_at_time_one():
+    schedule, t = PowerSchedule(torch.tensor([[0.5, 0.5, 0.5]])), torch.tensor([1.0])
+    masked, valid = torch.tensor([[True, True, False]]), torch.tensor([[True, True, False]])
+    assert log_q(masked, schedule, t, valid).item() == 0 and log_q(masked, schedule, t).item() == -torch.inf
+
+
 @given(st.lists(st.floats(-30, 30), min_size=2, max_size=9), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_norm_sig_sums_to_zero_and_leaves_padding_out(logits, padding):

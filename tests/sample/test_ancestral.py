@@ -12,7 +12,7 @@ from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import reverse_step
 from lomdm_dist.sample.tokens import draw_tokens, restrict
 from lomdm_dist.train.checkpoint import Checkpoint
-from tests.tiny import randomize
+from tests.tiny import randomize, tiny_config, train_tiny
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_what_the_settings_leave_to_be_drawn():
     assert drawn(top_p=share - 0.01)[0].tolist() == [1, 0, 0, 0]
     two = torch.tensor([[1.0, 1.0, 0.0, 0.0]]) * probs
     assert torch.allclose(drawn(top_p=share + 0.01), two / two.sum())
-    assert drawn(top_p=1e-9)[0].tolist() == [1, 0, 0, 0]
+    assert drawn(top_p=1e-9)[0].tolist() == [1, 0, 0, 0] == drawn(temperature=1e-6)[0].tolist()
 
 
 def run_sample(run, tmp_path, *options) -> dict:
@@ -151,6 +151,7 @@ def test_ids_that_no_token_has_are_never_drawn(trained_run):
     [
         (["--length", "17"], "the model was trained at 16"),
         (["--prompt", "a list of " * 9], "--length is 16"),
+        (["--prompt", "caf\udce9"], "the prompt is not UTF-8 text"),
         (["sampler.top_k=3"], "unknown key sampler.top_k; did you mean sampler.top_p?"),
         (["sampler.top_p=0"], "sampler.top_p: input should be greater than 0"),
         (["objective.c2=0.8"], "c1 > c2 >= 0 keeps every exponent positive"),
@@ -165,3 +166,13 @@ def test_mistakes_are_one_line(trained_run, capsys, options, message):
     assert stopped.value.code == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("error: ") and message in said[-1]
+
+
+@pytest.mark.parametrize("objective", [{"name": "mdlm"}, {"name": "lomdm", "schedule": "polynomial"}])
+def test_a_pace_is_refused_where_there_is_none(objective, tiny_data, tmp_path, capsys):
+    """c1 and c2 would be ignored: of a polynomial, or of an order without exponents."""
+    config = tiny_config(tiny_data, tmp_path / "run", objective)
+    config["train"]["steps"] = 1
+    with pytest.raises(SystemExit):
+        main(["sample", "--checkpoint", str(train_tiny(config)), "objective.c2=0"])
+    assert "only lomdm's exponents have c1 and c2" in capsys.readouterr().err

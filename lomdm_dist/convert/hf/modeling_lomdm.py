@@ -28,7 +28,7 @@ from .configuration_lomdm import LomdmConfig
 MLP_RATIO = 4
 FREQUENCIES = 256  # width of the time embedding that the condition starts from
 ROTARY_BASE = 10_000.0
-EVALUATE, SAMPLE = 1, 2  # purposes of noise: they keep the streams of one seed apart
+EVALUATE, SAMPLE, STRATA = 1, 2, 4  # purposes of noise: they keep the streams of one seed apart
 SMALLEST_TIME = 1e-300  # u ** (1 / e) may fall below float64's range
 
 
@@ -268,7 +268,8 @@ class LomdmForMaskedLM(PreTrainedModel):
         bound = torch.zeros(count, dtype=torch.float64, device=input_ids.device)
         for draw in range(draws):
             uniforms = keyed_uniforms(seed, EVALUATE, draw, numbers, 2 + length)
-            uniforms[:, 0] = stratify(uniforms[:, 0], numbers * draws + draw, total * draws)
+            turn = int(keyed_uniforms(seed, STRATA, 0, [0], 1) * total * draws)
+            uniforms[:, 0] = stratify(uniforms[:, 0], numbers * draws + draw + turn, total * draws)
             time, masks = uniforms.to(input_ids.device).split([2, length], dim=1)
             t, pinned = pinned_time(exponents, time, everything)
             masked = (masks < t[:, None] ** exponents) & everything | pinned
