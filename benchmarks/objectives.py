@@ -58,23 +58,24 @@ def main() -> None:
     ]
     for name, config in ROWS.items():
         result = measure(name, config)
-        last = result["last"]
+        last, ppl = result["last"], f"{result['ppl']:.1f}"
+        bound = f"{result['nll_per_token']:.3f} +- {result['standard_error']:.3f}"
+        spread, velocity = _number(last["exponent_std"]), _number(last["velocity"])
         lines.append(
-            f"| {name} | {result['nll_per_token']:.3f} +- {result['standard_error']:.3f} | {result['ppl']:.1f} | "
-            f"{_number(last['exponent_std'])} | {_number(last['velocity'])} | {last['tokens_per_second']:,.0f} |"
+            f"| {name} | {bound} | {ppl} | {spread} | {velocity} | {last['tokens_per_second']:,.0f} |"
         )
         print(lines[-1], flush=True)
     steps, tokens, versions = result["last"]["step"], result["last"]["tokens"], result["versions"]
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPU cores, two processes"
     about = (
-        f"`python benchmarks/objectives.py`, {platform.processor() or platform.machine()}, {os.cpu_count()} CPU "
-        f"cores, two processes, torch {versions['torch']}. {steps} steps, {tokens:,} tokens, 0.7 to 1.1 million "
-        f"parameters; the whole validation split, {DRAWS} draws, `evaluate.time=pinned`, EMA weights; one seed. "
-        "exponent_std, velocity and tokens/s are those of the last 100 steps of training."
+        f"`python benchmarks/objectives.py`, {machine}, torch {versions['torch']}. {steps} steps, {tokens:,} "
+        "tokens, 0.7 to 1.1 million parameters; the whole validation split, "
+        f"{DRAWS} draws, `evaluate.time=pinned`, EMA weights; one seed. exponent_std, velocity and tokens/s "
+        "are those of the last 100 steps of training."
     )
     table = "\n".join(lines)
-    (ROOT / "benchmarks" / "results" / "objectives.md").write_text(
-        f"# Objectives\n\n{about}\n\n{table}\n\n{NOTES}"
-    )
+    out = ROOT / "benchmarks" / "results" / "objectives.md"
+    out.write_text(f"# Objectives\n\n{about}\n\n{table}\n\n{NOTES}")
 
 
 def _number(value: float | None) -> str:
