@@ -53,25 +53,23 @@ def measure(name: str, config: list[str]) -> dict:
 def main() -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
     lines = [
-        "| objective | bound, nats a token | ppl | exponent_std | velocity | tokens/s |",
-        "|---|---|---|---|---|---|",
+        "| objective | bound, nats a token | ppl | exponent_std | velocity |",
+        "|---|---|---|---|---|",
     ]
     for name, config in ROWS.items():
         result = measure(name, config)
         last, ppl = result["last"], f"{result['ppl']:.1f}"
         bound = f"{result['nll_per_token']:.3f} +- {result['standard_error']:.3f}"
         spread, velocity = _number(last["exponent_std"]), _number(last["velocity"])
-        lines.append(
-            f"| {name} | {bound} | {ppl} | {spread} | {velocity} | {last['tokens_per_second']:,.0f} |"
-        )
+        lines.append(f"| {name} | {bound} | {ppl} | {spread} | {velocity} |")
         print(lines[-1], flush=True)
     steps, tokens, versions = result["last"]["step"], result["last"]["tokens"], result["versions"]
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPU cores, two processes"
     about = (
         f"`python benchmarks/objectives.py`, {machine}, torch {versions['torch']}. {steps} steps, {tokens:,} "
         "tokens, 0.7 to 1.1 million parameters; the whole validation split, "
-        f"{DRAWS} draws, `evaluate.time=pinned`, EMA weights; one seed. exponent_std, velocity and tokens/s "
-        "are those of the last 100 steps of training."
+        f"{DRAWS} draws, `evaluate.time=pinned`, EMA weights; one seed. exponent_std and velocity are "
+        "those of the last 100 steps of training."
     )
     table = "\n".join(lines)
     out = ROOT / "benchmarks" / "results" / "objectives.md"
