@@ -1,4 +1,4 @@
-"""Every objective and ablation on the demo's data, as its config says: what to expect of each.
+"""Every objective on the demo's data, as its config says: what to expect of each.
 
 Trains on two processes, evaluates the whole validation split, samples once. Needs `make demo`'s
 data/demo. What is already in runs/objectives is used again.
@@ -25,10 +25,6 @@ ROWS = {
     "window, permutation": ["configs/objectives/permutation.yaml"],
     "window, blocks of 16": ["configs/objectives/blocks.yaml"],
     "lomdm": ["configs/demo.yaml"],
-    "lomdm, no stop-gradient": ["configs/demo.yaml", "objective.stop_gradient=false"],
-    "lomdm, linear head": ["configs/demo.yaml", "objective.head=linear"],
-    "lomdm, softmax, c2 = 3": ["configs/demo.yaml", "objective.normalize=softmax", "objective.c2=3"],
-    "lomdm, polynomial": ["configs/demo.yaml", "objective.schedule=polynomial"],
 }
 
 
