@@ -381,7 +381,11 @@ def _read_yaml(text: str):
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides. Raises UserError."""
+    """Read a YAML file and apply `section.key=value` overrides. Raises UserError.
+
+    `objective.name=NAME` with another name than the file's leaves the old objective's keys behind, but
+    for how times are drawn.
+    """
     path = Path(path)
     try:
         values = _read_yaml(path.read_text())
@@ -395,6 +399,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise UserError(f"config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds no sections (model:, data:, train:, ...)")
+    _switch_objective(values, overrides)
     changed = [_apply(values, override) for override in overrides]
     try:
         return Config.model_validate(values)
@@ -402,6 +407,15 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         problems = "; ".join(_say_all(error.errors()))
         blamed = f" with {' '.join(changed)}" if changed else ""
         raise UserError(f"{path}{blamed}: {problems}") from None
+
+
+def _switch_objective(values: dict, overrides: list[str] | tuple[str, ...]) -> None:
+    section = values.get("objective")
+    names = [o.removeprefix("objective.name=") for o in overrides if o.startswith("objective.name=")]
+    if not isinstance(section, dict) or not names or names[-1] == section.get("name", "lomdm"):
+        return
+    kept = {"time", "time_eps"} & getattr(OBJECTIVES.get(names[-1]), "model_fields", {}).keys()
+    values["objective"] = {key: value for key, value in section.items() if key in kept}
 
 
 def _apply(values: dict, override: str) -> str:

@@ -131,7 +131,7 @@ def test_grids_float32_and_infilling_have_it_too(name, settings, start):
     model = table_model(CASES[name], seed=2)
     with torch.no_grad():
         exact = jump_chain(model, name, start)
-        assert chi_square_p(draw(model, 10_000, 200, start, **settings), exact) > 1e-3
+        assert chi_square_p(draw(model, 10_000, 100, start, **settings), exact) > 1e-3
 
 
 def test_even_steps_reveal_evenly_where_uniform_steps_leave_half_to_the_last():
