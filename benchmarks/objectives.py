@@ -1,6 +1,6 @@
 """Every objective on the demo's data, as its config says: what to expect of each.
 
-Trains on two processes, evaluates the whole validation split, samples once. Needs `make demo`'s
+Trains on two processes and evaluates the whole validation split. Needs `make demo`'s
 data/demo. What is already in runs/objectives is used again.
 
     python benchmarks/objectives.py    # minutes a row; writes benchmarks/results/objectives.md

@@ -79,9 +79,9 @@ def estimate_bound(
 
     `model` is a LoMDM or an engine around it, in evaluation mode. With a `grid` the sequences are
     shared out over its ranks, and every rank gets the result. `nll_per_token` is uncut unless
-    `evaluate.time` is uniform; the cut value, the uncut one and the remainder between them stand
-    beside it. The standard error is over sequences and contains the noise of the draws; it is nan
-    for a single sequence.
+    `evaluate.time` is uniform; the cut value, the uncut one and what lies between them (the
+    remainder below the cut, the jumps of a polynomial) stand beside it. The standard error is over
+    sequences and contains the noise of the draws; it is nan for a single sequence.
     """
     rank, size, device = (grid.data_rank, grid.data_size, grid.device) if grid else (0, 1, _device(model))
     mine = np.arange(len(indices))[rank::size]
