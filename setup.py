@@ -19,6 +19,7 @@ setup(
     packages=find_packages(include=["lomdm_dist", "lomdm_dist.*"]),
     install_requires=[
         "deepspeed",
+        "fsspec",
         "megatron-core",
         "numpy",
         "psutil",
@@ -33,8 +34,9 @@ setup(
         "webdataset",
     ],
     extras_require={
-        "dev": ["hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
+        "dev": ["aiohttp", "hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
         "gpu": ["flash-attn", "triton"],
+        "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],
         "eval": ["datasets"],
     },

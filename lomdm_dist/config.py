@@ -45,10 +45,14 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The DiT backbone of SEDD and MDLM; `condition_width` is the width of the adaLN condition."""
+    """The DiT backbone of SEDD and MDLM; `condition_width` is the width of the adaLN condition.
+
+    eos_id ends a document; only `data.attend: document` needs it.
+    """
 
     vocab_size: Positive
     mask_id: NonNegative
+    eos_id: NonNegative | None = None
     length: Positive
     width: Positive
     blocks: Annotated[Positive, Field(le=10_000)]
@@ -66,6 +70,8 @@ class ModelConfig(Section):
             )
         if not self.mask_id < self.vocab_size:
             raise ValueError(f"mask_id {self.mask_id} is outside vocab_size {self.vocab_size}")
+        if self.eos_id is not None and (self.eos_id >= self.vocab_size or self.eos_id == self.mask_id):
+            raise ValueError(f"eos_id {self.eos_id} is the mask_id, or outside vocab_size {self.vocab_size}")
         return self
 
 
@@ -205,11 +211,38 @@ Objective = Annotated[
 ]
 
 
-class DataConfig(Section):
-    """Folders of token shards, written by `lomdm prepare`."""
+class Source(Section):
+    """A source of a mixture; `weight` is its share of the sequences, relative to the others'."""
 
-    train: Path
-    valid: Path
+    path: str
+    weight: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
+
+
+def _one_source(value):
+    return [{"path": value}] if isinstance(value, str) else value
+
+
+class DataConfig(Section):
+    """Token shards, written by `lomdm prepare`: folders, URLs, or `pipe:COMMAND` with {} for the file.
+
+    train         one of these, or a list of {path, weight}, mixed in exact proportion
+    attend        sequence: all of it; document: a token sees its own document only (needs model.eos_id)
+    workers       threads that read ahead; 0: none
+    window        shards that are mixed at one time; without it all are. For remote shards
+    on_bad_shard  error, or skip: other sequences take the place of a bad shard's, and are counted
+    verify        checksum: each machine reads each shard once; size: trust all but names and sizes
+    cache         of remote shards, and of what was verified; by default the user's cache folder
+    """
+
+    train: Annotated[list[Source], Field(min_length=1), BeforeValidator(_one_source)]
+    valid: str
+    attend: Literal["sequence", "document"] = "sequence"
+    workers: Annotated[NonNegative, Field(le=64)] = 1
+    window: Positive | None = None
+    on_bad_shard: Literal["error", "skip"] = "error"
+    verify: Literal["checksum", "size"] = "checksum"
+    cache: Path | None = None
+    cache_gib: Annotated[Number, Field(gt=0, le=1e6)] = 64.0
 
 
 class OptimConfig(Section):
@@ -308,6 +341,12 @@ class Config(Section):
                 "train.precision bf16 needs the fp32 master weights that parallel.zero_stage 1 to 3 keep; "
                 "use zero_stage 1, or precision fp32"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _documents_end(self):
+        if self.data.attend == "document" and self.model.eos_id is None:
+            raise ValueError("data.attend document needs model.eos_id, which ends a document in the shards")
         return self
 
     @model_validator(mode="after")
@@ -425,7 +464,7 @@ def _apply(values: dict, override: str) -> str:
     if not equals or not all(keys):
         raise UserError(f"override {override!r} is not of the form section.key=value")
     try:
-        value = text if name in _TEXTS else _read_yaml(text)
+        value = text if _is_text(name, text) else _read_yaml(text)
     except ValueError:
         raise UserError(f"override {override!r}: the value is not valid YAML") from None
     for key in keys[:-1]:
@@ -483,4 +522,8 @@ def _keys(section: type[Section], prefix: str = "") -> dict[str, Any]:
 
 
 # a path or a name on the command line is taken as it stands, "runs/a #1" and "123" among them
-_TEXTS = {name for name, kind in _keys(Config).items() if kind in (str, Path, str | None)}
+_TEXTS = {n for n, kind in _keys(Config).items() if kind in (str, Path, str | None, Path | None)}
+
+
+def _is_text(name: str, text: str) -> bool:
+    return name in _TEXTS or (name == "data.train" and not text.startswith("["))

@@ -1,12 +1,14 @@
 """Fixtures that several test folders share."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lomdm-tests-")  # and leave the user's cache alone
 
 from tests.tiny import prepare_tiny, tiny_config, train_tiny
 

@@ -38,7 +38,7 @@ class TableBackbone(nn.Module):
         self.table = nn.Parameter((64 * table).round() / 64)  # float32 holds these exactly
         self.output = TableOutput()
 
-    def context(self, valid, length):
+    def context(self, valid, length, documents=None):
         return torch.zeros(1), None, {}
 
     def forward(self, tokens: Tensor, context) -> Tensor:

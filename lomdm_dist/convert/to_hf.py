@@ -66,6 +66,7 @@ def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:
         c1=objective.c1,
         c2=objective.c2,
         packing=data.packing,
+        attend=checkpoint.config.data.attend,
         torch_dtype="float32",
     )
 

@@ -2,49 +2,62 @@
 
     OUT/request.json   what was asked, to know whether OUT can be reused
     OUT/tokenizer/     in Hugging Face form
-    OUT/train/, OUT/valid/   token shards (lomdm_dist.data.shards)
+    OUT/train/, ...    token shards of each split (lomdm_dist.data.shards)
 
-Everything is written beside OUT and renamed at the end: OUT is whole or absent.
+This process reads documents and cuts them into batches, workers encode (lomdm_dist.data.encode), and
+this process packs and writes, in order: the result is the same for any number of workers.
+
+The work goes on in .OUT.unfinished and is renamed at the end: OUT is whole or absent. There, whenever
+a shard was written, `.state.npz` says how far the work is; after a kill the same command goes on.
 """
 
-import hashlib
-import io
+import contextlib
+import fcntl
 import itertools
 import json
+import os
+import shutil
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from tqdm import tqdm
 
 from lomdm_dist import __version__
-from lomdm_dist.data.shards import ShardSet, ShardWriter, TokenizerFacts, read_manifest
-from lomdm_dist.data.tokenizer import (
-    TRAINED,
-    describe,
-    encode,
-    ensure_pad,
-    load_tokenizer,
-    open_tokenizer,
-    train_tokenizer,
+from lomdm_dist.data.documents import HUB, Meter, clean_unicode, read_any
+from lomdm_dist.data.encode import Encoded, Encoding, available_cores, encode_in_order, in_valid
+from lomdm_dist.data.inspect import REQUEST, check_shard_mib, verify
+from lomdm_dist.data.recipes import RECIPES, files_by_split, read
+from lomdm_dist.data.shards import (
+    MANIFEST,
+    SHARD_MIB,
+    Shard,
+    ShardWriter,
+    TokenizerFacts,
+    read_manifest,
+    token_dtype,
 )
+from lomdm_dist.data.tokenizer import TRAINED, describe, ensure_pad, load_tokenizer, train_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import new_folder, sha256
+from lomdm_dist.files import sha256, write_atomically
 
-HUB, REQUEST, SPLITS = "hf:", "request.json", ("train", "valid")
-LONGEST, LARGEST_VOCABULARY = 2**20, 2**24
-DOCUMENTS_A_BATCH = 512
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+TEXT, TRAIN_AND_VALID = "text", ("train", "valid")
+STATE, LOCK = ".state.npz", ".lock"  # what is hidden does not go into OUT
+LONGEST, LARGEST_VOCABULARY, MOST_WORKERS = 2**20, 2**24, 1024
+# A batch is so small that many fit into memory, and so large that handing it over costs nothing.
+LETTERS_A_BATCH, DOCUMENTS_A_BATCH = 10**6, 8192
+
+Files = dict[str, list[str]]  # what is read for each split, for TEXT of a plain request, in order
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to prepare. `sample_by` says what a document is in plain text files."""
+    """What to prepare: inputs by a recipe. `sample_by` says what a document is in plain text files."""
 
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # none: the recipe's data set from the hub
     tokenizer: str
     length: int
     vocab_size: int | None = None  # of a tokenizer trained here
@@ -52,6 +65,9 @@ class Request:
     valid_fraction: float = 0.05
     sample_by: str = "paragraph"
     text_field: str = "text"
+    recipe: str = TEXT
+    splits: tuple[str, ...] = TRAIN_AND_VALID
+    shard_mib: float = SHARD_MIB
 
     def check(self) -> None:
         """Raises UserError before anything is read or written."""
@@ -61,113 +77,370 @@ class Request:
             raise UserError(f"--vocab-size {self.vocab_size}: give 8 to {LARGEST_VOCABULARY}")
         if not 0 < self.valid_fraction < 1:
             raise UserError(f"--valid-fraction {self.valid_fraction} is not between 0 and 1")
+        if self.tokenizer in TRAINED and self.recipe != TEXT:
+            raise UserError(
+                f"--tokenizer {self.tokenizer}: only `lomdm prepare {TEXT}` trains one; "
+                "give a folder or a hub name"
+            )
         if self.tokenizer in TRAINED and not self.vocab_size:
             raise UserError(f"--tokenizer {self.tokenizer} is trained here: give --vocab-size")
         if self.tokenizer not in TRAINED and self.vocab_size:
             raise UserError(f"--vocab-size is for {' and '.join(TRAINED)}; {self.tokenizer} has its own")
+        check_shard_mib(self.shard_mib)
+
+    def files(self) -> Files:
+        """What is read for each split. UserError where a file is not there, or is none of the recipe's."""
+        if self.recipe != TEXT:
+            return files_by_split(self.recipe, self.splits, self.inputs) if self.inputs else {}
         for name in self.inputs:
             if not name.startswith(HUB) and not Path(name).is_file():
                 raise UserError(f"no input file {name} (a hub data set is written {HUB}NAME)")
+        return {TEXT: list(self.inputs)}
 
-    def fingerprint(self) -> dict:
+    def fingerprint(self, files: Files) -> dict:
         """The request with the content of its inputs in place of their paths."""
-        contents = [n if n.startswith(HUB) else sha256(Path(n)) for n in self.inputs]
+        names = dict.fromkeys(itertools.chain.from_iterable(files.values()))
+        content = {
+            name: name if name.startswith(HUB) else sha256(Path(name))
+            for name in tqdm(names, desc="checksums", disable=None, leave=False)
+        }
         tokenizer = Path(self.tokenizer)
         given = {}
         if tokenizer.is_dir():
-            files = sorted(p for p in tokenizer.iterdir() if p.is_file())
-            given = {"tokenizer": {p.name: sha256(p) for p in files}}
-        return asdict(self) | given | {"inputs": contents, "version": __version__}
+            given = {"tokenizer": {p.name: sha256(p) for p in sorted(tokenizer.iterdir()) if p.is_file()}}
+        inputs = {split: [content[name] for name in names] for split, names in files.items()}
+        full = asdict(self) | given | {"inputs": inputs, "version": __version__}
+        return json.loads(json.dumps(full))
 
 
-def prepare(request: Request, out: Path) -> tuple[dict, bool]:
+def prepare(request: Request, out: Path, workers: int | None = None) -> tuple[dict, bool]:
     """Make OUT; returns (totals, reused). Raises UserError; never overwrites."""
+    workers = available_cores() if workers is None else workers
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers {workers}: give 1 to {MOST_WORKERS}")
     request.check()
-    out, fingerprint = out.resolve(), request.fingerprint()
+    out, files = out.resolve(), request.files()
+    fingerprint = request.fingerprint(files)
     if (out / REQUEST).exists():
-        _check_same_request(out, fingerprint)
-        _verify(out)
-        return _totals(out), True
-    with new_folder(out) as partial:
-        tokenizer = _tokenizer(request)
-        tokenizer.save_pretrained(partial / "tokenizer")
-        _write_splits(request, tokenizer, partial)
-        (partial / REQUEST).write_text(json.dumps(fingerprint, indent=1) + "\n")
-    return _totals(out), False
+        _check_same_request(out, fingerprint, "shards")
+        verify(out)
+        return _totals(out, request.splits), True
+    with _unfinished(out, fingerprint) as folder:
+        if not all((folder / split / MANIFEST).exists() for split in request.splits):
+            _make(request, files, folder, workers)
+        for hidden in folder.glob(".*"):
+            hidden.unlink()
+        if out.exists():
+            out.rmdir()
+        folder.rename(out)
+    return _totals(out, request.splits), False
 
 
-def _check_same_request(out: Path, fingerprint: dict) -> None:
+def _check_same_request(folder: Path, fingerprint: dict, what: str) -> None:
     try:
-        found = json.loads((out / REQUEST).read_text())
+        found = json.loads((folder / REQUEST).read_text())
         different = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
     except (OSError, ValueError, AttributeError):
-        raise UserError(f"{out / REQUEST} is damaged; give another --out, or delete {out}") from None
+        raise UserError(f"{folder / REQUEST} is damaged; give another --out, or delete {folder}") from None
     if different:
         raise UserError(
-            f"{out} holds shards of another request (different: {', '.join(different)}); "
+            f"{folder} holds {what} of another request (different: {', '.join(different)}); "
             "give another --out, or delete it"
         )
 
 
-def _verify(out: Path) -> None:
-    """Read every shard and the tokenizer of an earlier run. Raises UserError."""
-    for name in SPLITS:
-        split = ShardSet(out / name)
-        open_tokenizer(split.tokenizer_folder, split.tokenizer)
+@contextlib.contextmanager
+def _unfinished(out: Path, fingerprint: dict) -> Iterator[Path]:
+    """The folder to work in, ours alone; kept for the same command where work would be lost. UserError."""
+    folder = out.with_name(f".{out.name}.unfinished")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "a")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}") from None
+    with lock, _sigterm_interrupts():
+        _lock(lock, folder)
+        if (folder / REQUEST).exists():
+            _check_same_request(folder, fingerprint, "unfinished work")
+        else:
+            write_atomically(folder / REQUEST, json.dumps(fingerprint, indent=1) + "\n")
+        kept = f"{folder} keeps what was done: the same command goes on from there, for another delete it"
+        try:
+            yield folder
+        except UserError as error:
+            if (folder / STATE).exists():  # the hub or a file system may be away for a while only
+                raise UserError(f"{error}; {kept}") from error
+            shutil.rmtree(folder)
+            raise
+        except OSError as error:  # a full disk, a dead worker
+            raise OSError(f"{error}; {kept}") from error
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"stopped; {kept}") from None
 
 
-def _totals(out: Path) -> dict:
-    """Counts over both splits."""
-    splits = [read_manifest(out / name) for name in SPLITS]
-    totals = {key: sum(getattr(s, key) for s in splits) for key in ("sequences", "tokens", "documents")}
-    facts = {key: getattr(splits[0].tokenizer, key) for key in ("vocab_size", "mask_id")}
-    return totals | facts | {"shards": sum(len(s.shards) for s in splits)}
+def _lock(lock, folder: Path) -> None:
+    """Hold the lock until its file is closed; the system frees it when a process is killed. UserError."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # the other may have finished and renamed the folder between opening and locking
+        if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK)):
+            return
+    raise UserError(f"another `lomdm prepare` is at work in {folder}; wait for it, or give another --out")
 
 
-def _tokenizer(request: Request):
-    if request.tokenizer in TRAINED:
-        train = (text for text in read_documents(request) if not in_valid(text, request.valid_fraction))
-        return train_tokenizer(request.tokenizer, train, request.vocab_size)
-    tokenizer = load_tokenizer(request.tokenizer)
-    if request.packing == "padded":
-        ensure_pad(tokenizer)
-    return tokenizer
+@contextlib.contextmanager
+def _sigterm_interrupts():
+    """Within, SIGTERM is KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def in_valid(text: str, fraction: float) -> bool:
-    """Whether a document belongs to validation: by its own hash, so equal texts never straddle."""
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+def _totals(out: Path, splits: Iterable[str]) -> dict:
+    """Counts over all splits."""
+    manifests = [read_manifest(out / split) for split in splits]
+    totals = {key: sum(getattr(m, key) for m in manifests) for key in ("sequences", "tokens", "documents")}
+    facts = {key: getattr(manifests[0].tokenizer, key) for key in ("vocab_size", "mask_id", "eos_id")}
+    return totals | facts | {"shards": sum(len(m.shards) for m in manifests)}
 
 
-def _write_splits(request: Request, tokenizer, folder: Path) -> None:
+def _make(request: Request, files: Files, folder: Path, workers: int) -> None:
+    """Fill the folder, or what of it is still missing."""
+    tokenizer = _tokenizer(request, files, folder / "tokenizer")
     facts = describe(tokenizer)
-    splits = {
-        name: _Split(ShardWriter(folder / name, request.length, facts.vocab_size), request, facts)
-        for name in SPLITS
-    }
-    documents = read_documents(request)
-    with tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=None) as bar:
-        while batch := list(itertools.islice(documents, DOCUMENTS_A_BATCH)):
-            for text, ids in zip(batch, encode(tokenizer, batch), strict=True):
-                split = "valid" if in_valid(text, request.valid_fraction) else "train"
-                splits[split].add(ids)
-                bar.update(len(ids))
-    for name, split in splits.items():
-        if not split.sequences:
-            raise UserError(
-                f"the {name} split has {split.documents} documents and not one whole sequence of "
-                f"{request.length} tokens; give more text, a smaller --length or another --valid-fraction"
-            )
-        split.writer.close(
-            split=name,
-            packing=request.packing,
-            tokenizer=facts,
-            tokens=split.tokens,
-            documents=split.documents,
-            dropped_tokens=len(split.rest),
-            version=__version__,
+    never = {"mask": facts.mask_id, "EOS": facts.eos_id}
+    if request.packing == "padded":
+        never["padding"] = facts.pad_id
+    fraction = request.valid_fraction if request.recipe == TEXT else None
+    dtype = token_dtype(facts.vocab_size)
+    definition = tokenizer.backend_tokenizer.to_str()
+    work = _Work(request, facts, folder)
+    if work.documents_in_all is None and (count := _count(request, files)):
+        work.documents_in_all = count
+        work.save()
+    work.encode(files, Encoding(definition, dtype, facts.eos_id, never, fraction), workers)
+    work.close(sorted(path.name for path in (folder / "tokenizer").iterdir()))
+
+
+def _tokenizer(request: Request, files: Files, folder: Path):
+    """Made once and then loaded from its folder, so that going on later has the same one."""
+    if not folder.exists():
+        if request.tokenizer in TRAINED:
+            meter = Meter()
+            documents = _watched("tokenizer", read_documents(request, files, meter), meter, files)
+            train = (text for _, text in documents if not in_valid(text, request.valid_fraction))
+            tokenizer = train_tokenizer(request.tokenizer, train, request.vocab_size)
+        else:
+            tokenizer = load_tokenizer(request.tokenizer)
+            if request.packing == "padded":
+                ensure_pad(tokenizer)
+        partial = folder.with_name(f".{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    return load_tokenizer(folder)
+
+
+def read_documents(
+    request: Request, files: Files, meter: Meter, in_all: int | None = None
+) -> Iterator[tuple[str | None, str]]:
+    """(split, text) of all non-empty documents, in order; split None where the text's hash decides."""
+    for split, text in _read_splits(request, files, meter, in_all):
+        text = clean_unicode(text)
+        if text and not text.isspace():
+            yield split, text
+
+
+def _read_splits(request: Request, files: Files, meter: Meter, in_all: int | None):
+    if request.recipe == TEXT:
+        for name in files[TEXT]:
+            for text in read_any(name, meter, request.text_field, request.sample_by):
+                yield None, text
+    elif last := RECIPES[request.recipe].valid_from_the_end:
+        for number, text in enumerate(_read_whole(request, files, meter)):
+            split = "train" if number < in_all - last else "valid"
+            if split in request.splits:
+                yield split, text
+    else:
+        for split in request.splits:
+            for text in read(request.recipe, split, files.get(split), meter):
+                yield split, text
+
+
+def _read_whole(request: Request, files: Files, meter: Meter) -> Iterator[str]:
+    """Of a recipe whose validation split is the end of the one data set."""
+    split = request.splits[0]
+    return read(request.recipe, split, files.get(split), meter)
+
+
+def _count(request: Request, files: Files) -> int | None:
+    """Documents of a recipe whose validation split is the end of it, empty ones too; else None. UserError."""
+    last = RECIPES[request.recipe].valid_from_the_end if request.recipe != TEXT else 0
+    if not last:
+        return None
+    meter = Meter()
+    count = sum(1 for _ in _watched("count", _read_whole(request, files, meter), meter, files))
+    if count < 2 * last:
+        raise UserError(
+            f"{request.recipe} has {count:,} documents in these files; the last {last:,} are its validation "
+            f"split, and fewer than {last:,} would be left for training: give all of its files"
         )
+    return count
+
+
+def _size(files: Files) -> int | None:
+    """Bytes of all files, None where all comes from the hub."""
+    names = {name for names in files.values() for name in names if not name.startswith(HUB)}
+    return sum(Path(name).stat().st_size for name in names) or None
+
+
+def _watched(what: str, documents: Iterable, meter: Meter, files: Files) -> Iterator:
+    """The documents, with a progress bar."""
+    with tqdm(desc=what, total=_size(files), unit="B", unit_scale=True, disable=None) as bar:
+        for document in documents:
+            yield document
+            if not bar.disable:
+                bar.update(meter.bytes - bar.n)
+
+
+def _batches(documents: Iterable[tuple[str | None, str]]) -> Iterator[tuple[str | None, list[str]]]:
+    """Documents of one split each, bounded in number and in size."""
+    for split, group in itertools.groupby(documents, key=lambda document: document[0]):
+        batch, letters = [], 0
+        for _, text in group:
+            batch.append(text)
+            letters += len(text)
+            if letters >= LETTERS_A_BATCH or len(batch) == DOCUMENTS_A_BATCH:
+                yield split, batch
+                batch, letters = [], 0
+        if batch:
+            yield split, batch
+
+
+class _Work:
+    """The shards of all splits, and how far they are: taken up from the folder's state if it has one."""
+
+    def __init__(self, request: Request, facts: TokenizerFacts, folder: Path):
+        self.request, self.facts, self.folder = request, facts, folder
+        self.documents = 0  # that were packed
+        self.documents_in_all: int | None = None
+        self.splits = {
+            name: _Split(
+                ShardWriter(folder / name, request.length, facts.vocab_size, request.shard_mib),
+                request.packing,
+                facts,
+            )
+            for name in request.splits
+        }
+        if (folder / STATE).exists():
+            self._load()
+
+    def encode(self, files: Files, encoding: Encoding, workers: int) -> None:
+        """Read, encode and pack all documents that were not packed before."""
+        meter, size, tokens = Meter(), _size(files), 0
+        documents = read_documents(self.request, files, meter, self.documents_in_all)
+        if self.documents:
+            for _ in _watched("skip", itertools.islice(documents, self.documents), meter, files):
+                pass
+        results = encode_in_order(_batches(documents), encoding, workers)
+        unit = "B" if size else " tokens"
+        with (
+            contextlib.closing(results),
+            tqdm(desc="prepare", total=size, unit=unit, unit_scale=True, disable=None) as bar,
+        ):
+            for split, encoded in results:
+                self._pack(split, encoded)
+                tokens += len(encoded.ids)
+                bar.update(meter.bytes - bar.n if size else len(encoded.ids))
+                if size and not bar.disable:
+                    rate = tokens / max(bar.format_dict["elapsed"], 1e-3)
+                    bar.set_postfix_str(
+                        f"{tqdm.format_sizeof(tokens)} tokens, {tqdm.format_sizeof(rate)} tokens/s", False
+                    )
+
+    def _pack(self, split: str | None, encoded: Encoded) -> None:
+        if encoded.refused:
+            document, name, beginning = encoded.refused
+            token = {"mask": self.facts.mask_id, "EOS": self.facts.eos_id, "padding": self.facts.pad_id}[name]
+            raise UserError(
+                f"the tokenizer's {name} token (id {token}) is also text: document "
+                f"{self.documents + document + 1} of the input, which begins {beginning!r}, holds it; "
+                "use a tokenizer where they differ"
+            )
+        before = self._shards()
+        if split is not None:
+            self.splits[split].add(encoded.ids, encoded.lengths)
+        else:
+            valid = np.repeat(encoded.valid, encoded.lengths)
+            self.splits["train"].add(encoded.ids[~valid], encoded.lengths[~encoded.valid])
+            self.splits["valid"].add(encoded.ids[valid], encoded.lengths[encoded.valid])
+        self.documents += len(encoded.lengths)
+        if self._shards() != before:
+            self.save()
+
+    def _shards(self) -> int:
+        return sum(len(split.writer.shards) for split in self.splits.values())
+
+    def save(self) -> None:
+        """Record how far the work is; what it speaks of is on the disk before."""
+        facts, arrays = {"documents": self.documents, "documents_in_all": self.documents_in_all}, {}
+        for name, split in self.splits.items():
+            for shard in split.writer.shards[split.saved :]:
+                with open(split.writer.folder / shard.name, "rb") as file:
+                    os.fsync(file.fileno())
+            split.saved = len(split.writer.shards)
+            shards = [shard.model_dump() for shard in split.writer.shards]
+            facts[name] = {"documents": split.documents, "tokens": split.tokens, "shards": shards}
+            arrays |= {f"{name}_rest": split.rest, f"{name}_pending": split.writer.pending}
+        partial = self.folder / f"{STATE}.partial"
+        with open(partial, "wb") as file:
+            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self.folder / STATE)
+
+    def _load(self) -> None:
+        with np.load(self.folder / STATE) as state:
+            facts = json.loads(str(state["facts"]))
+            self.documents, self.documents_in_all = facts["documents"], facts["documents_in_all"]
+            for name, split in self.splits.items():
+                split.documents, split.tokens = facts[name]["documents"], facts[name]["tokens"]
+                split.rest = state[f"{name}_rest"]
+                shards = [Shard(**shard) for shard in facts[name]["shards"]]
+                split.writer.go_on(shards, state[f"{name}_pending"])
+                split.saved = len(shards)
+
+    def close(self, tokenizer_files: list[str]) -> None:
+        """Write the last shards and the manifests. UserError where a split has no sequence."""
+        for name, split in self.splits.items():
+            if not split.writer.sequences:
+                fraction = " or another --valid-fraction" if self.request.recipe == TEXT else ""
+                raise UserError(
+                    f"the {name} split has {split.documents} documents and not one whole sequence of "
+                    f"{self.request.length} tokens; give more text, a smaller --length{fraction}"
+                )
+        recipe = self.request.recipe
+        for name, split in self.splits.items():
+            split.writer.close(
+                version=__version__,
+                recipe=recipe,
+                split=name,
+                official_split=name if recipe == TEXT else RECIPES[recipe].splits[name].official,
+                packing=self.request.packing,
+                tokenizer=self.facts,
+                tokenizer_files=tokenizer_files,
+                tokens=split.tokens,
+                documents=split.documents,
+                dropped_documents=int((split.rest == self.facts.eos_id).sum()),
+                dropped_tokens=len(split.rest),
+            )
 
 
 class _Split:
@@ -178,132 +451,31 @@ class _Split:
     several), EOS at its end, then padding.
     """
 
-    def __init__(self, writer: ShardWriter, request: Request, facts: TokenizerFacts):
-        self.writer, self.length, self.facts = writer, request.length, facts
-        self.padded = request.packing == "padded"
-        self.rest: list[int] = []
-        self.documents = self.sequences = self.tokens = 0
+    def __init__(self, writer: ShardWriter, packing: str, facts: TokenizerFacts):
+        self.writer, self.pad_id = writer, facts.pad_id
+        self.padded = packing == "padded"
+        self.rest = np.empty(0, writer.dtype)
+        self.documents = self.tokens = self.saved = 0  # saved: shards that the state speaks of
 
-    def add(self, ids: list[int]) -> None:
-        never = {"mask": self.facts.mask_id} | ({"padding": self.facts.pad_id} if self.padded else {})
-        for what, token in never.items():
-            if token in ids:
-                raise UserError(
-                    f"the tokenizer's {what} token (id {token}) is also text: document {self.documents} of "
-                    "the split holds it; use a tokenizer where they differ"
-                )
-        self.documents += 1
-        ids = [*ids, self.facts.eos_id]
-        if not self.padded:
-            ids = self.rest + ids
-        whole = len(ids) - len(ids) % self.length
-        for start in range(0, whole, self.length):
-            self._write(ids[start : start + self.length])
-        rest = ids[whole:]
-        if not self.padded:
-            self.rest = rest
-        elif rest:
-            self._write(rest)
-
-    def _write(self, ids: list[int]) -> None:
-        row = np.full(self.length, self.facts.pad_id if self.padded else 0, dtype=np.int64)
-        row[: len(ids)] = ids
-        self.writer.add(row)
-        self.sequences += 1
-        self.tokens += len(ids)
+    def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Documents in a row: their ids, EOS at the end of each, and their lengths."""
+        self.documents += len(lengths)
+        if self.padded:
+            rows = pad(ids, lengths, self.writer.length, self.pad_id)
+            self.tokens += len(ids)
+        else:
+            stream = np.concatenate([self.rest, ids])
+            whole = len(stream) - len(stream) % self.writer.length
+            rows, self.rest = stream[:whole].reshape(-1, self.writer.length), stream[whole:].copy()
+            self.tokens += whole
+        if len(rows):
+            self.writer.add(rows)
 
 
-def read_documents(request: Request) -> Iterator[str]:
-    """All non-empty documents of all inputs, in order. Half a surrogate pair becomes U+FFFD."""
-    for name in request.inputs:
-        for text in _read_input(name, request):
-            if not text.isascii():
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if text.strip():
-                yield text
-
-
-def _read_input(name: str, request: Request) -> Iterable[str]:
-    if name.startswith(HUB):
-        return _read_hub(name.removeprefix(HUB), request.text_field)
-    path = Path(name)
-    kind = next((s for s in reversed(path.suffixes) if s.lower() not in COMPRESSED), "").lower()
-    if kind == ".parquet":
-        return _read_parquet(path, request.text_field)
-    if kind in (".jsonl", ".json"):
-        return _read_jsonl(path, request.text_field)
-    return _read_text(path, request.sample_by)
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, plain or compressed; a file that ends too early is an error."""
-    try:
-        compression = COMPRESSED.get(path.suffix.lower())
-        with (
-            pyarrow.input_stream(str(path), compression=compression) as binary,
-            io.TextIOWrapper(binary, encoding="utf-8-sig") as file,
-        ):
-            yield from file
-    except UnicodeDecodeError as error:
-        raise UserError(f"input {path} is not UTF-8 text: {error}") from None
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read input {path}: {' '.join(str(error).split())}") from None
-
-
-def _read_text(path: Path, sample_by: str) -> Iterator[str]:
-    if sample_by == "line":
-        yield from (line.rstrip("\n") for line in _lines(path))
-    elif sample_by == "document":
-        yield "".join(_lines(path))
-    else:
-        for blank, lines in itertools.groupby(_lines(path), lambda line: not line.strip()):
-            if not blank:
-                yield "".join(lines).rstrip("\n")
-
-
-def _field(record, field: str, where: str) -> str:
-    if not isinstance(record, dict) or field not in record:
-        has = f"fields {', '.join(record)}" if isinstance(record, dict) else "no fields"
-        raise UserError(f"{where} has no field {field!r} ({has}); name the text's with --text-field")
-    if not isinstance(record[field], str):
-        raise UserError(f"{where}: field {field!r} is not text but {type(record[field]).__name__}")
-    return record[field]
-
-
-def _read_jsonl(path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path} line {number} is not JSON: {error}") from None
-            yield _field(record, field, f"{path} line {number}")
-
-
-def _read_parquet(path: Path, field: str) -> Iterator[str]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        fields = {f.name: f.type for f in file.schema_arrow}
-        if field not in fields:
-            _field(fields, field, str(path))
-        if not (pyarrow.types.is_string(fields[field]) or pyarrow.types.is_large_string(fields[field])):
-            raise UserError(f"{path}: field {field!r} is not text but {fields[field]}")
-        for batch in file.iter_batches(columns=[field]):
-            yield from (text or "" for text in batch.column(0).to_pylist())
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read parquet {path}: {error}") from None
-
-
-def _read_hub(name: str, field: str) -> Iterator[str]:
-    """NAME or NAME:SPLIT of a Hugging Face data set, streamed."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{HUB}{name} needs the `datasets` library: pip install datasets") from None
-    name, _, split = name.partition(":")
-    try:
-        stream = datasets.load_dataset(name, split=split or "train", streaming=True)
-    except Exception as error:  # network, access, spelling: the library raises many kinds
-        raise UserError(f"cannot load the data set {name} from the hub: {error}") from None
-    for number, record in enumerate(stream):
-        yield _field(record, field, f"{name} record {number}")
+def pad(ids: np.ndarray, lengths: np.ndarray, length: int, pad_id: int) -> np.ndarray:
+    """Each document from the beginning of a row of its own on: [rows, length]."""
+    rows = -(-lengths // length)
+    shift = (np.cumsum(rows) - rows) * length - (np.cumsum(lengths) - lengths)
+    out = np.full(rows.sum() * length, pad_id, ids.dtype)
+    out[np.arange(len(ids)) + np.repeat(shift, lengths)] = ids
+    return out.reshape(-1, length)

@@ -141,6 +141,25 @@ class Output(nn.Module):
         return linear_cross_entropy_and_mean(x, self.weight, self.bias, targets, self.mask_id, values)
 
 
+def attention(valid: Tensor | None, documents: Tensor | None, causal: bool) -> dict:
+    """Who sees whom, in the words of torch's attention.
+
+    A causal model needs no `valid`: padding ends a sequence, and nothing looks ahead. Everyone sees
+    itself, padding too: a position that sees nothing would be nan.
+    """
+    if documents is None:
+        if causal:
+            return {"is_causal": True}
+        return {} if valid is None else {"attn_mask": valid[:, None, None, :]}
+    sees = documents[:, :, None] == documents[:, None, :]
+    if causal:
+        sees = sees.tril()
+    elif valid is not None:
+        itself = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
+        sees = (sees & valid[:, None, :]) | itself
+    return {"attn_mask": sees[:, None]}
+
+
 class Backbone(nn.Module):
     """Token ids -> features [B, L, D] of the last block; `output` turns them into logits."""
 
@@ -153,16 +172,14 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.output = Output(config)
 
-    def context(self, valid: Tensor | None, length: int) -> tuple:
+    def context(self, valid: Tensor | None, length: int, documents: Tensor | None = None) -> tuple:
         """What every block of a forward pass shares: condition, rotary table, who sees whom.
 
-        A causal model needs no `valid`: padding ends a sequence, and nothing looks ahead.
+        valid [B, L]: who is seen at all; documents [B, L]: numbers, equal for those who see each other.
         """
         condition = self.condition()
         rotary = rotary_table(length, self.head_width, condition.device)
-        if self.causal:
-            return condition, rotary, {"is_causal": True}
-        return condition, rotary, {} if valid is None else {"attn_mask": valid[:, None, None, :]}
+        return condition, rotary, attention(valid, documents, self.causal)
 
     def forward(self, tokens: Tensor, context: tuple) -> Tensor:
         x = self.embedding(tokens)

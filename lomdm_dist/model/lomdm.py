@@ -27,11 +27,15 @@ class LoMDM(nn.Module):
     Only `lomdm` has phi and psi. `genmd4` has an exponent a token, `mdlm` and `window` have a fixed
     order, `ar` has a causal backbone and no order at all. `valid` [B, L] is False at padding: not
     attended to, never masked, and left out of what is normalised over positions.
+
+    With `attend` "document", a token sees its own document only. Where the documents end is known
+    from the clean text, and given away to the masked one; what is sampled is one document.
     """
 
-    def __init__(self, model: ModelConfig, objective: Objective):
+    def __init__(self, model: ModelConfig, objective: Objective, attend: str = "sequence"):
         super().__init__()
         self.objective, self.mask_id = objective, model.mask_id
+        self.eos_id = model.eos_id if attend == "document" else None
         self.backbone = Backbone(model, causal=objective.name == "ar")
         learned = isinstance(objective, LomdmObjective)
         self.phi = SchedulerHead(model, objective) if learned else None
@@ -60,7 +64,7 @@ class LoMDM(nn.Module):
         training = self.backbone.training
         self.backbone.eval()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
-            context = self.backbone.context(valid, x.shape[1])
+            context = self.backbone.context(valid, x.shape[1], self.documents(x))
             features = self.backbone(x, context)
         self.backbone.train(training)
         return learned_schedule(self.objective, self.phi(features, context), valid)
@@ -71,7 +75,7 @@ class LoMDM(nn.Module):
         Only masked positions are projected onto the vocabulary. For GenMD4 the CE is that of the
         reweighted distribution p w / <w, p>, and the reverse exponent <w, p>.
         """
-        features, reverse, condition = self.see(z, valid)
+        features, reverse, condition = self.see(z, valid, self.documents(x))
         features, targets = features[masked], x[masked]
         if self.token_exponents is None:
             ce = self.backbone.output(features, condition, targets)
@@ -82,13 +86,20 @@ class LoMDM(nn.Module):
             reverse = PowerSchedule(torch.ones(z.shape, device=z.device).masked_scatter(masked, expected))
         return torch.zeros(z.shape, device=z.device).masked_scatter(masked, ce), reverse
 
-    def see(self, z: Tensor, valid: Tensor | None = None) -> tuple:
+    def documents(self, x: Tensor) -> Tensor | None:
+        """The number of each token's document in the clean text x [B, L]; None where all attend to all."""
+        if self.eos_id is None:
+            return None
+        ends = (x == self.eos_id).long()
+        return ends.cumsum(dim=1) - ends  # EOS belongs to the document that it ends
+
+    def see(self, z: Tensor, valid: Tensor | None = None, documents: Tensor | None = None) -> tuple:
         """The masked text z -> features [B, L, D], reverse schedule, and the condition of the output.
 
         `backbone.output(features, condition)` gives the logits of the positions one asks for. The
         schedule is None for GenMD4, whose order is that of the tokens drawn.
         """
-        context = self.backbone.context(valid, z.shape[1])
+        context = self.backbone.context(valid, z.shape[1], documents)
         features = self.backbone(z, context)
         if self.token_exponents is not None:
             return features, None, context[0]
@@ -100,19 +111,20 @@ class LoMDM(nn.Module):
             outputs = self.psi(features, context)
         return features, learned_schedule(self.objective, outputs, valid), context[0]
 
-    def predict_next(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def predict_next(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`ar`: x [B, L] -> features of positions 0 .. L, [B, L + 1, D], each of those before it; condition.
 
-        Position 0 is seen from the mask token, which stands for "nothing yet".
+        Position 0 is seen from the mask token, which stands for "nothing yet". documents [B, L + 1]
+        numbers those of the tokens to predict: a new one is seen from the EOS before it, and no more.
         """
         tokens = torch.cat([x.new_full((len(x), 1), self.mask_id), x], dim=1)
-        context = self.backbone.context(None, tokens.shape[1])
+        context = self.backbone.context(None, tokens.shape[1], documents)
         return self.backbone(tokens, context), context[0]
 
     def causal_ce(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """`ar`: -log p(x_i | x_<i), [B, L], float32; 0 at padding, which only ends a sequence."""
         predicted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
-        features, condition = self.predict_next(x[:, :-1])
+        features, condition = self.predict_next(x[:, :-1], self.documents(x))
         ce = self.backbone.output(features[predicted], condition, x[predicted])
         return torch.zeros(x.shape, device=x.device).masked_scatter(predicted, ce)
 

@@ -25,6 +25,13 @@ def rank() -> int:
     return _place("RANK", 0)
 
 
+def place_on_machine() -> tuple[int, int]:
+    """This process among those of its machine, and how many they are; (0, 1) where no launcher says."""
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "")).isdecimal():
+        return _place("LOCAL_RANK", 0), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")))
+    return 0, 1
+
+
 def _place(variable: str, alone: int) -> int:
     """What the launcher says of this process; UserError where it says half of it."""
     text = os.environ.get(variable, "")

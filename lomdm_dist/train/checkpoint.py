@@ -117,7 +117,7 @@ def save_checkpoint(
     progress: Progress,
     config: Config,
     data: DataFacts,
-    tokenizer: Path,
+    tokenizer: Path | None,
     grid: Grid,
 ) -> Path:
     """Write RUN/checkpoints/step-N on all ranks, move `latest`, drop the oldest; returns the folder."""
@@ -253,7 +253,7 @@ class Checkpoint:
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""
-        model = LoMDM(self.config.model, self.config.objective)
+        model = LoMDM(self.config.model, self.config.objective, self.config.data.attend)
         self.load_weights(model, kind)
         return model.eval()
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lomdm_dist.config import Config
+from lomdm_dist.data.reader import Reader, access_of, check_alike, open_reader
 from lomdm_dist.data.shards import ShardSet, check_model_fits
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.parallel.grid import rank, world_size
+from lomdm_dist.parallel.grid import place_on_machine, rank, world_size
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint
 
 LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
@@ -21,31 +22,30 @@ LOCK = "lock"  # held by the first process of a run; its presence marks a run fo
 class Inputs:
     """What a run reads, opened and checked before any process group starts."""
 
-    train: ShardSet
+    train: Reader
     valid: ShardSet
     resumed: Checkpoint | None
 
 
 def open_inputs(config: Config, resume: str | None) -> Inputs:
     """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
-    first = rank() == 0
     config.accumulation(world_size())
-    model = config.model
-    shards = []
-    for folder in (config.data.train, config.data.valid):
-        opened = ShardSet(folder, verify=first)
-        check_model_fits(opened, model.vocab_size, model.mask_id, model.length)
-        shards.append(opened)
-    if shards[0].tokenizer != shards[1].tokenizer:
-        raise UserError(f"{config.data.train} and {config.data.valid} were made with different tokenizers")
-    if shards[0].manifest.packing != shards[1].manifest.packing:
-        raise UserError(f"{config.data.train} and {config.data.valid} are packed differently")
-    if first:
-        open_tokenizer(shards[0].tokenizer_folder, shards[0].tokenizer)
-    return Inputs(*shards, _open_resumed(config, resume, shards[0]))
+    train = open_reader(config.data, config.train.seed)
+    valid = ShardSet(config.data.valid, access_of(config.data))
+    for shards in (*train.sources, valid):
+        check_model_fits(shards, config.model)
+    check_alike([*train.sources, valid])
+    place = place_on_machine()  # the processes of a machine share the reading
+    train.check(*place)
+    valid.check_extra()
+    for error in valid.check(*place):
+        raise error
+    if rank() == 0:
+        open_tokenizer(train.first.tokenizer_folder(), train.first.tokenizer)
+    return Inputs(train, valid, _open_resumed(config, resume, train))
 
 
-def _open_resumed(config: Config, resume: str | None, train: ShardSet) -> Checkpoint | None:
+def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoint | None:
     """The checkpoint to continue from, if any; never one that would overwrite another run."""
     run = config.train.run
     started = (run / LATEST).exists()
@@ -69,11 +69,12 @@ def _open_resumed(config: Config, resume: str | None, train: ShardSet) -> Checkp
     return resumed
 
 
-def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) -> None:
+def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> None:
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
         "model": ours["model"].keys() - {"dropout"},
         "objective": (ours["objective"].keys() & theirs["objective"].keys()) - {"time", "time_eps"},
+        "data": {"attend"},
         "train": {"global_batch", "seed"},
     }
     different = [
@@ -82,10 +83,11 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: ShardSet) ->
         for key in sorted(keys)
         if ours[section][key] != theirs[section][key]
     ]
-    if checkpoint.state.data.tokenizer != train.tokenizer:
+    if checkpoint.state.data.tokenizer != train.first.tokenizer:
         different.append("the tokenizer of the shards is another")
-    elif checkpoint.state.data.identity != train.manifest.identity():
-        different.append(f"the sequences in {train.folder} are others")
+    elif checkpoint.state.data.identity != train.identity():
+        sources = ", ".join(map(str, train.sources))
+        different.append(f"the sequences in {sources} are others, or mixed in another way")
     if different:
         raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
 

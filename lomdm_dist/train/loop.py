@@ -14,7 +14,8 @@ import torch
 
 from lomdm_dist import machine
 from lomdm_dist.config import Config
-from lomdm_dist.data.order import ShuffledOrder
+from lomdm_dist.data.reader import Rows
+from lomdm_dist.data.shards import unpack
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
@@ -89,6 +90,7 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         try:
             return run.train(stop, config.train.steps if stop_after is None else stop_after)
         finally:
+            run.batches.close()
             run.reporter.close()
 
 
@@ -99,14 +101,22 @@ class Run:
         self.config, self.grid = config, grid
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
-        self.order = ShuffledOrder(len(self.data), config.train.seed)
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
+        share = self.accumulation * config.train.micro_batch
+        self.batches = self.data.stream(
+            self.progress.sequences + grid.data_rank * share,
+            config.train.global_batch,
+            share,
+            config.data.workers,
+            grid.device,
+        )
         if grid.first:
             config.save(config.train.run / "config.yaml")
+        self.tokenizer = self.data.first.tokenizer_folder() if grid.first else None
         self.reporter = Reporter(config, self.progress.step, grid.first)
 
         torch.manual_seed(config.train.seed)  # every rank draws the same new model
-        model = LoMDM(config.model, config.objective)
+        model = LoMDM(config.model, config.objective, config.data.attend)
         if inputs.resumed:
             inputs.resumed.load_weights(model, "raw")
         optimizer = make_optimizer(model, config.optim)
@@ -120,6 +130,7 @@ class Run:
         train, reporter = self.config.train, self.reporter
         reporter.say(self._heading())
         self.clock, self.logged, self.unlogged = time.perf_counter(), self.progress, Counter()
+        self.waited = 0.0  # for data, since the last line
         sums = {}
         while (step := self.progress.step) < train.steps:
             sums = self.step(step, stop)
@@ -147,17 +158,17 @@ class Run:
         # dropout is PyTorch's own: seeded by step and rank, so that a resume repeats it
         torch.manual_seed(hash((config.train.seed, step, grid.data_rank)) % 2**63)
         self.engine.train()
-        sums = StepSums()
+        sums, rows = StepSums(), self._rows()
         for k in range(self.accumulation):
             first = (grid.data_rank * self.accumulation + k) * micro
-            x, valid = self._sequences(step, first, micro)
+            x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, grid.device)
             noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
             loss, stats = self.engine(training_loss, x, valid, noise, config)
             self.engine.backward(loss)
             self.gradient_norm = take_step(self.engine)
             sums.add(stats)
         self.average.update()
-        sums.add({"asked": torch.tensor(stop.asked)})
+        sums.add({"asked": torch.tensor(stop.asked), "replaced": torch.tensor(rows.replaced)})
         return sums.reduced(grid)
 
     def _count(self, sums: dict[str, float]) -> None:
@@ -178,12 +189,16 @@ class Run:
         metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
         self.reporter.progress(metrics, (now - self.clock) / steps, self.config.objective.samples == 2)
-        self.clock, self.logged, self.unlogged = now, self.progress, Counter()
+        self.clock, self.logged, self.unlogged, self.waited = now, self.progress, Counter(), 0.0
 
-    def _sequences(self, step: int, first: int, count: int):
-        """Sequences first .. first + count - 1 of the step's global batch: x [B, L], valid or None."""
-        position = step * self.config.train.global_batch + first
-        return self.data.batch(self.order.at(position, count), self.grid.device)
+    def _rows(self) -> Rows:
+        """This rank's part of the next global batch."""
+        asked = time.perf_counter()
+        rows = next(self.batches)
+        self.waited += time.perf_counter() - asked
+        while self.data.complaints:
+            self.reporter.say(self.data.complaints.pop(0))
+        return rows
 
     def _metrics(self, seconds: float) -> dict:
         """What is logged: means over the steps since the last log; grad_norm is the last step's."""
@@ -199,11 +214,23 @@ class Run:
             "lr_heads": rates[1],
             "tokens": self.progress.tokens,
             "sequences": self.progress.sequences,
+            **self._data_metrics(),
             "tokens_per_second": (self.progress.tokens - self.logged.tokens) / seconds,
             "mfu": flops / seconds / (peak * world_size()) if peak else None,
             "seconds": seconds,
+            "data_seconds": self.waited,
             "memory": memory_gib(),
         }
+
+    def _data_metrics(self) -> dict:
+        """How often each source was gone through; where bad shards are left out, what that cost."""
+        epochs = self.data.epochs(self.progress.sequences)
+        names = ["epoch"] if len(epochs) == 1 else [f"epoch/{k}" for k in range(len(epochs))]
+        metrics = dict(zip(names, epochs, strict=True))
+        if self.config.data.on_bad_shard == "skip":
+            metrics["replaced_sequences"] = round(self.unlogged["replaced"])
+            metrics["bad_shards"] = sum(map(len, self.data.bad))
+        return metrics
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
@@ -215,13 +242,12 @@ class Run:
 
     def save(self) -> Path:
         data = DataFacts(
-            tokenizer=self.data.tokenizer,
-            packing=self.data.manifest.packing,
-            identity=self.data.manifest.identity(),
+            tokenizer=self.data.first.tokenizer,
+            packing=self.data.first.manifest.packing,
+            identity=self.data.identity(),
         )
-        tokenizer = self.data.tokenizer_folder
         return save_checkpoint(
-            self.engine, self.average, self.progress, self.config, data, tokenizer, self.grid
+            self.engine, self.average, self.progress, self.config, data, self.tokenizer, self.grid
         )
 
     def _heading(self) -> str:

@@ -19,6 +19,7 @@ from lomdm_dist.convert import to_hf
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.sample import sample
+from lomdm_dist.train.checkpoint import Checkpoint
 from tests.tiny import prepare_tiny, randomize
 
 TOLERANCE = 1e-5
@@ -211,6 +212,28 @@ def test_padding_changes_nothing(exports, given):
         orders = model.order_exponents(short), model.order_exponents(garbage, attention_mask=mask)
     for found, expected in [(padded.logits, alone.logits), (padded.exponents, alone.exponents), orders[::-1]]:
         assert difference(found[:, :10].numpy(), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_attention_in_documents_is_exported(packing, exports, shards, tmp_path_factory):
+    """Orders and bound of texts that hold several documents."""
+    data, tmp_path = shards[packing], tmp_path_factory.mktemp("documents")
+    overrides = ["data.attend=document", f"model.eos_id={data.tokenizer.eos_id}"]
+    checkpoint = Checkpoint(exports["lomdm"].checkpoint.folder, overrides)
+    to_hf.to_hf(checkpoint, tmp_path / "model", "ema")
+    model, exported = checkpoint.build_model("ema"), load(tmp_path / "model")
+    x, valid = data.batch(np.arange(len(data)), "cpu")
+    with torch.no_grad():
+        order = model.order(x, valid).exponent.expand(x.shape)
+    mask = None if valid is None else valid.long()
+    assert difference(exported.order_exponents(x, mask).detach().numpy(), order) < TOLERANCE
+    if packing == "packed":  # padded, each has one
+        assert (
+            difference(load(exports["lomdm"].out).order_exponents(x).detach().numpy(), order) > 10 * TOLERANCE
+        )
+    expected = estimate_bound(model, data, checkpoint.config, np.arange(len(data)), DRAWS, SEED)
+    found = exported.nelbo(x, mask, DRAWS, SEED).detach()
+    assert abs(found.sum().item() / expected["tokens"] - expected["nll_per_token"]) < TOLERANCE
 
 
 def test_loss_is_the_mean_over_masked_labels(exports, given):

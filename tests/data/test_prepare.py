@@ -1,14 +1,25 @@
+import dataclasses
 import gzip
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
-from lomdm_dist.data.prepare import Request, prepare, read_documents
-from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.cli import main
+from lomdm_dist.data import prepare as prepare_module
+from lomdm_dist.data.documents import Meter
+from lomdm_dist.data.encode import in_valid
+from lomdm_dist.data.prepare import Request, pad, prepare, read_documents
+from lomdm_dist.data.recipes import RECIPES
+from lomdm_dist.data.shards import Manifest, ShardSet
 from lomdm_dist.data.tokenizer import encode, load_tokenizer, open_tokenizer, train_tokenizer
 from lomdm_dist.errors import UserError
 
@@ -24,11 +35,25 @@ def request(path, **changes) -> Request:
     )
 
 
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer") / "tiny"
+    train_tokenizer("bpe", iter(TEXTS), 300).save_pretrained(folder)
+    return str(folder)
+
+
+def documents(request: Request) -> list[str]:
+    return [text for _, text in read_documents(request, request.files(), Meter())]
 
 
 def all_rows(folder) -> np.ndarray:
@@ -80,7 +105,13 @@ def test_the_same_request_is_reused_and_gives_the_same_bytes_elsewhere(corpus, t
 
 @pytest.mark.parametrize(
     "change",
-    [{"length": 8}, {"vocab_size": 310}, {"packing": "padded"}, {"tokenizer": "wordpiece", "vocab_size": 60}],
+    [
+        {"length": 8},
+        {"vocab_size": 310},
+        {"packing": "padded"},
+        {"tokenizer": "wordpiece", "vocab_size": 60},
+        {"shard_mib": 2},
+    ],
 )
 def test_another_request_never_overwrites(corpus, tmp_path, change):
     prepare(request(corpus), tmp_path / "out")
@@ -113,9 +144,9 @@ def test_all_input_forms_hold_the_same_documents(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl))
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet")
     for path in tmp_path.iterdir():
-        assert list(read_documents(request(path))) == TEXTS, path
-    assert len(list(read_documents(request(tmp_path / "a.txt", sample_by="document")))) == 1
-    assert list(read_documents(request(tmp_path / "a.txt", sample_by="line"))) == TEXTS
+        assert documents(request(path)) == TEXTS, path
+    assert len(documents(request(tmp_path / "a.txt", sample_by="document"))) == 1
+    assert documents(request(tmp_path / "a.txt", sample_by="line")) == TEXTS
 
 
 @pytest.mark.parametrize(
@@ -135,7 +166,7 @@ def test_bad_input_is_named_and_nothing_is_left(tmp_path, name, content, message
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         prepare(request(tmp_path / name), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert sorted(os.listdir(tmp_path)) == [name]
 
 
 @pytest.mark.parametrize("ending", ["txt.gz", "txt.zst", "jsonl.zst"])
@@ -145,7 +176,7 @@ def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path, ending):
     whole = gzip.compress(raw) if ending.endswith("gz") else zstandard.compress(raw)
     (tmp_path / f"a.{ending}").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"cannot read input .*a\."):
-        list(read_documents(request(tmp_path / f"a.{ending}")))
+        documents(request(tmp_path / f"a.{ending}"))
 
 
 def test_odd_characters_survive_or_are_replaced(tmp_path):
@@ -153,16 +184,16 @@ def test_odd_characters_survive_or_are_replaced(tmp_path):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl").write_text("\ufeff" + lines)
     expected = [text.replace("\ud83d", "\ufffd") for text in texts]
-    assert list(read_documents(request(tmp_path / "a.jsonl"))) == expected
+    assert documents(request(tmp_path / "a.jsonl")) == expected
     prepare(request(tmp_path / "a.jsonl", length=4, valid_fraction=0.5, vocab_size=260), tmp_path / "out")
 
 
-@pytest.mark.parametrize("role", ["mask_token", "pad_token"])
+@pytest.mark.parametrize("role", ["mask_token", "pad_token", "eos_token"])
 def test_a_tokenizer_whose_specials_are_text_is_refused(tmp_path, corpus, role):
     tokenizer = train_tokenizer("wordpiece", iter(["the quick brown fox"]), 30)
     setattr(tokenizer, role, "[UNK]")  # which most of the corpus becomes
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=f"{role.split('_')[0]}.* token .* is also text"):
+    with pytest.raises(UserError, match=f"(?i){role.split('_')[0]}.* token .* is also text"):
         prepare(
             request(corpus, tokenizer=str(tmp_path / "tokenizer"), vocab_size=None, packing="padded"),
             tmp_path / "out",
@@ -195,6 +226,8 @@ def test_what_is_reused_is_verified(corpus, tmp_path):
         ({"vocab_size": 2**40}, "give 8 to"),
         ({"valid_fraction": 1.5}, "not between 0 and 1"),
         ({"length": 100_000}, "not one whole sequence of 100000 tokens"),
+        ({"shard_mib": float("nan")}, "--shard-mib nan: give more than 0"),
+        ({"recipe": "ptb", "vocab_size": None}, "only `lomdm prepare text` trains one"),
     ],
 )
 def test_impossible_requests(corpus, tmp_path, change, message, monkeypatch):
@@ -221,3 +254,306 @@ def test_the_two_tokenizers_of_the_paper(tmp_path, corpus, name, vocab_size, mas
     facts = ShardSet(tmp_path / "padded/train").tokenizer
     assert len({facts.pad_id, facts.eos_id, facts.mask_id}) == 3
     open_tokenizer(tmp_path / "padded/tokenizer", facts)
+
+
+# Packing.
+
+
+def random_texts(number: int) -> list[str]:
+    """Of one letter up to many sequences, with characters of one to four bytes."""
+    random = np.random.default_rng(0)
+    letters = list("abcdefg  \n.é漢\U0001f600")
+    sizes = (random.pareto(0.7, number) * 4).astype(int).clip(1, 3000)
+    return ["".join(random.choice(letters, size)) + str(i) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_a_thousand_random_documents_survive_packing(tmp_path, packing, monkeypatch):
+    monkeypatch.setattr(prepare_module, "LETTERS_A_BATCH", 4000)
+    texts = random_texts(1000)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    totals, _ = prepare(request(path, packing=packing, valid_fraction=0.2), tmp_path / "out", workers=2)
+    assert totals["documents"] == 1000
+    tokenizer = load_tokenizer(tmp_path / "out/tokenizer")
+    for split, here in (("train", False), ("valid", True)):
+        expected = [text for text in texts if in_valid(text, 0.2) == here]
+        shards = ShardSet(tmp_path / "out" / split)
+        rows, manifest = shards.rows(np.arange(len(shards))), shards.manifest
+        stream = rows[rows != shards.pad_id] if packing == "padded" else rows.flatten()
+        ends = np.flatnonzero(stream == tokenizer.eos_token_id)
+        found = [tokenizer.decode(ids[:-1]) for ids in np.split(stream, ends + 1)[:-1]]
+        assert found == expected[: len(found)] and len(expected) == manifest.documents
+        assert len(ends) == manifest.documents - manifest.dropped_documents
+        assert manifest.tokens == len(stream) and manifest.dropped_tokens < 16
+        if packing == "padded":
+            assert len(found) == len(expected) and manifest.dropped_tokens == 0
+            begins = np.concatenate([[True], (rows == tokenizer.eos_token_id).any(1)[:-1]])
+            assert begins.sum() == len(expected)  # no document begins within a row
+
+
+def test_padding_by_hand():
+    rows = pad(np.array([5, 6, 0, 7, 0, 1, 2, 3, 4, 0, 0]), np.array([3, 2, 5, 1]), 4, 9)
+    assert rows.tolist() == [[5, 6, 0, 9], [7, 0, 9, 9], [1, 2, 3, 4], [0, 9, 9, 9], [0, 9, 9, 9]]
+
+
+# Workers, and going on after a kill.
+
+
+@pytest.fixture
+def many(tmp_path, tiny_tokenizer, monkeypatch) -> Request:
+    """So much text in so small batches and shards that there are dozens of commits."""
+    monkeypatch.setattr(prepare_module, "LETTERS_A_BATCH", 3000)
+    path = write_jsonl(tmp_path / "many.jsonl", [f"{text} and {i}" for i, text in enumerate(TEXTS * 25)])
+    return request(path, tokenizer=tiny_tokenizer, vocab_size=None, valid_fraction=0.3, shard_mib=0.001)
+
+
+@pytest.fixture
+def undisturbed(many, tmp_path) -> dict:
+    prepare(many, tmp_path / "undisturbed", workers=1)
+    assert len(list((tmp_path / "undisturbed").rglob("*.tar"))) > 10
+    return content(tmp_path / "undisturbed")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def at_commit(monkeypatch, number: int, action) -> None:
+    """Do something right after a commit."""
+    save, commits = prepare_module._Work.save, []
+
+    def save_and_act(work):
+        save(work)
+        commits.append(work.documents)
+        if len(commits) == number:
+            action()
+
+    monkeypatch.setattr(prepare_module._Work, "save", save_and_act)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(many, undisturbed, tmp_path):
+    prepare(many, tmp_path / "out", workers=2)
+    assert content(tmp_path / "out") == undisturbed
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lomdm_dist.data import prepare as module
+from lomdm_dist.data.shards import ShardWriter
+
+request, out, owner, name, number = eval(sys.argv[1], vars(module)), *sys.argv[2:]
+owner, times = {"work": module._Work, "writer": ShardWriter}[owner], []
+original = getattr(owner, name)
+
+def and_kill(*arguments):
+    original(*arguments)
+    times.append(0)
+    if len(times) == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(owner, name, and_kill)
+module.LETTERS_A_BATCH = 3000
+module.prepare(request, Path(out), workers=2)
+"""
+
+
+def processes_of(mark: str) -> list[int]:
+    """Those that have the mark in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_at(request: Request, out: Path, owner: str, name: str, number: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "LOMDM_TEST_MARK": str(out)}
+    command = [sys.executable, "-c", KILLED, repr(request), str(out), owner, name, str(number)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    until = time.monotonic() + 20
+    while alive := processes_of(f"LOMDM_TEST_MARK={out}"):
+        assert time.monotonic() < until, f"workers {alive} outlive their parent"
+        time.sleep(0.05)
+
+
+def test_killed_twice_and_gone_on_gives_the_same_bytes(many, undisturbed, tmp_path, monkeypatch):
+    """Once right after a commit, once between a shard and its commit; no worker stays behind."""
+    out, folder = tmp_path / "out", tmp_path / ".out.unfinished"
+    kill_at(many, out, "work", "save", 3)
+    assert not out.exists() and (folder / prepare_module.STATE).exists()
+    kill_at(many, out, "writer", "_write", 4)
+    encoded = []
+    original = prepare_module.encode_in_order
+
+    def count_and_encode(batches, *rest):
+        return original((encoded.extend(texts) or (key, texts) for key, texts in batches), *rest)
+
+    monkeypatch.setattr(prepare_module, "encode_in_order", count_and_encode)
+    totals, _ = prepare(many, out, workers=1)
+    assert content(out) == undisturbed and not folder.exists()
+    assert 0 < len(encoded) < 0.9 * totals["documents"]
+
+
+def test_a_dead_worker_is_an_error_and_the_work_goes_on(many, undisturbed, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_commit(patch, 2, lambda: multiprocessing.active_children()[0].kill())
+        with pytest.raises(OSError, match=r"encoding worker died.*the same command goes on from there"):
+            prepare(many, tmp_path / "out", workers=2)
+    assert not (tmp_path / "out").exists()
+    prepare(many, tmp_path / "out", workers=2)
+    assert content(tmp_path / "out") == undisturbed
+
+
+def test_sigterm_and_a_full_disk_keep_the_work(many, undisturbed, tmp_path, monkeypatch):
+    def fill_the_disk():
+        raise OSError(28, "No space left on device")
+
+    before = signal.getsignal(signal.SIGTERM)
+    for error, action in (
+        (KeyboardInterrupt, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+        (OSError, fill_the_disk),
+    ):
+        with monkeypatch.context() as patch:
+            at_commit(patch, 2, action)
+            with pytest.raises(error, match="unfinished keeps what was done: the same command goes on"):
+                prepare(many, tmp_path / "out", workers=1)
+    assert signal.getsignal(signal.SIGTERM) == before
+    prepare(many, tmp_path / "out", workers=1)
+    assert content(tmp_path / "out") == undisturbed
+
+
+def test_a_stop_at_the_very_end_loses_nothing(many, undisturbed, tmp_path, monkeypatch):
+    """After one split's manifest, and before OUT has its name: then nothing is read again."""
+    out, write, rename = tmp_path / "out", Manifest.write, Path.rename
+
+    def write_and_stop(manifest, folder):
+        write(manifest, folder)
+        raise KeyboardInterrupt
+
+    def stop_before_the_end(path, target):
+        if target == out:
+            raise KeyboardInterrupt
+        rename(path, target)
+
+    for owner, name, stop in ((Manifest, "write", write_and_stop), (Path, "rename", stop_before_the_end)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stop)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(many, out, workers=1)
+        assert not out.exists()
+    (tmp_path / ".out.unfinished/.request.json.123").touch()  # of a kill amid writing
+    monkeypatch.setattr(prepare_module, "_make", None)
+    prepare(many, out, workers=1)
+    assert content(out) == undisturbed
+
+
+def test_unfinished_work_of_another_request_is_left_alone(many, tmp_path, monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    at_commit(monkeypatch, 1, stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(many, tmp_path / "out", workers=1)
+    before = content(tmp_path / ".out.unfinished")
+    message = r"\.out\.unfinished holds unfinished work of another request .different: length.*delete it"
+    with pytest.raises(UserError, match=message):
+        prepare(dataclasses.replace(many, length=8), tmp_path / "out", workers=1)
+    assert content(tmp_path / ".out.unfinished") == before
+
+
+def test_two_at_the_same_time_are_refused(many, undisturbed, tmp_path, monkeypatch):
+    def again():
+        with pytest.raises(UserError, match="another `lomdm prepare` is at work in"):
+            prepare(many, tmp_path / "out", workers=1)
+
+    at_commit(monkeypatch, 1, again)
+    prepare(many, tmp_path / "out", workers=1)
+    assert content(tmp_path / "out") == undisturbed
+
+
+def test_bad_input_after_a_commit_says_where_the_work_lies(many, tmp_path):
+    path = Path(many.inputs[0])
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(UserError, match=r"is not JSON: .*; .*\.out\.unfinished keeps what was done"):
+        prepare(many, tmp_path / "out", workers=1)
+
+
+# Recipes.
+
+
+def texts_of(split: Path) -> list[str]:
+    """Of padded sequences."""
+    shards = ShardSet(split)
+    tokenizer = load_tokenizer(split.parent / "tokenizer")
+    rows = shards.rows(np.arange(len(shards)))
+    return [tokenizer.decode(row[(row != shards.pad_id) & (row != tokenizer.eos_token_id)]) for row in rows]
+
+
+def recipe_request(name: str, folder: Path | None, tokenizer: str, *splits: str) -> Request:
+    inputs = (str(folder),) if folder else ()
+    return Request(inputs, tokenizer, 256, packing="padded", recipe=name, splits=splits)
+
+
+def test_a_zero_shot_recipe_end_to_end(tmp_path, tiny_tokenizer, capsys):
+    folder, out = tmp_path / "ptb", tmp_path / "out"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"ptb.{split}.txt").write_text(f" the {split} index fell N <unk> \n" * 30)
+    command = [
+        "prepare",
+        "ptb",
+        "--input",
+        folder,
+        "--tokenizer",
+        tiny_tokenizer,
+        "--length",
+        8,
+        "--out",
+        out,
+    ]
+    main([str(word) for word in [*command, "--json", tmp_path / "r.json", "--splits", "test", "valid"]])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"prepared {out}: ") and said[1].endswith(
+        f"model.length=8 data.valid={out}/valid"
+    )
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["documents"] == 60 and not result["reused"] and result["config"]["recipe"] == "ptb"
+    manifest = ShardSet(out / "test").manifest
+    assert (manifest.recipe, manifest.split, manifest.official_split) == ("ptb", "test", "test")
+    assert ShardSet(out / "valid").manifest.official_split == "validation"
+    assert manifest.tokenizer_files == sorted(os.listdir(out / "tokenizer"))
+    assert sorted(os.listdir(out)) == ["request.json", "test", "tokenizer", "valid"]
+    tokenizer = load_tokenizer(out / "tokenizer")
+    assert tokenizer.decode(all_rows(out / "test").flatten()).startswith(
+        "the test index fell 1 ?<|endoftext|>"
+    )
+    main([str(word) for word in [*command, "--splits", "valid", "test"]])
+    assert capsys.readouterr().out.startswith(f"reused {out}")
+
+
+def test_a_recipe_from_the_hub(tmp_path, tiny_tokenizer, monkeypatch):
+    import datasets
+
+    passages = [{"text": f"passage {i}"} for i in range(5)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter(passages))
+    prepare(recipe_request("lambada", None, tiny_tokenizer, "test"), tmp_path / "out")
+    assert texts_of(tmp_path / "out/test") == [f"passage {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("splits", [("train", "valid"), ("valid",), ("train",)])
+def test_the_last_pages_of_openwebtext_are_validation(tmp_path, tiny_tokenizer, monkeypatch, splits):
+    monkeypatch.setitem(RECIPES, "owt", dataclasses.replace(RECIPES["owt"], valid_from_the_end=5))
+    pages = [f"page {i}" if i != 16 else "" for i in range(18)]  # an empty one counts, as in the original
+    write_jsonl(tmp_path / "train.jsonl", pages)
+    prepare(recipe_request("owt", tmp_path, tiny_tokenizer, *splits), tmp_path / "out")
+    expected = {"train": pages[:13], "valid": [*pages[13:16], pages[17]]}
+    assert {split: texts_of(tmp_path / "out" / split) for split in splits} == {s: expected[s] for s in splits}
+    write_jsonl(tmp_path / "train.jsonl", pages[:9])
+    message = "owt has 9 documents in these files; the last 5 are its validation split, and fewer than 5"
+    with pytest.raises(UserError, match=message):
+        prepare(recipe_request("owt", tmp_path, tiny_tokenizer, *splits), tmp_path / "less")

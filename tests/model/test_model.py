@@ -61,7 +61,7 @@ def tiny_config(**overrides) -> Config:
 def randomised(config: Config, dtype=torch.float64) -> LoMDM:
     """A model whose gates, heads and output do not start at zero."""
     torch.manual_seed(0)
-    model = LoMDM(config.model, config.objective).to(dtype)
+    model = LoMDM(config.model, config.objective, config.data.attend).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -10,6 +10,7 @@ class LomdmConfig(PretrainedConfig):
     condition_width          of the constant adaLN condition
     packing                  of these: "packed" (documents end to end, EOS after each) or "padded" (one
                              document a sequence, EOS, then padding)
+    attend                   "sequence", or "document": a token sees its own document only
     """
 
     model_type = "lomdm"
@@ -29,6 +30,7 @@ class LomdmConfig(PretrainedConfig):
         c1=0.7,
         c2=0.65,
         packing="packed",
+        attend="sequence",
         tie_word_embeddings=False,
         **kwargs,
     ):
@@ -43,6 +45,7 @@ class LomdmConfig(PretrainedConfig):
         self.c1 = c1
         self.c2 = c2
         self.packing = packing
+        self.attend = attend
         super().__init__(
             pad_token_id=pad_token_id,
             eos_token_id=eos_token_id,

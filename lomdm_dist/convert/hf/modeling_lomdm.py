@@ -149,11 +149,16 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.output = Output(config)
 
-    def context(self, valid: Tensor | None, length: int) -> tuple:
+    def context(self, valid: Tensor | None, length: int, documents: Tensor | None = None) -> tuple:
         """What all blocks of a forward pass share: condition, rotary table, attention mask."""
         condition = self.condition()
         rotary = rotary_table(length, self.head_width, condition.device)
-        return condition, rotary, None if valid is None else valid[:, None, None, :]
+        attend = None if valid is None else valid[:, None, None, :]
+        if documents is not None:
+            same = (documents[:, :, None] == documents[:, None, :])[:, None]
+            itself = torch.eye(length, dtype=torch.bool, device=same.device)  # or padding would see nothing
+            attend = same if attend is None else (same & attend) | itself
+        return condition, rotary, attend
 
     def forward(self, tokens: Tensor, context: tuple) -> Tensor:
         x = self.embedding(tokens)
@@ -196,7 +201,8 @@ class LomdmOutput(ModelOutput):
 class LomdmForMaskedLM(PreTrainedModel):
     """theta (`backbone`), phi (order of the clean text), psi (the order, seen from the masked text).
 
-    Where an `attention_mask` is taken, it is 1 at text and 0 at padding; without one, all is text.
+    Where an `attention_mask` is taken, it is 1 at text and 0 at padding; without one, all is text. With
+    the config's `attend` "document", a clean text is taken apart at EOS; a masked one is one document.
     """
 
     config_class = LomdmConfig
@@ -239,7 +245,7 @@ class LomdmForMaskedLM(PreTrainedModel):
         if self.phi is None:
             return self._fixed_exponents(input_ids)
         with torch.no_grad():
-            context = self.backbone.context(valid, input_ids.shape[1])
+            context = self.backbone.context(valid, input_ids.shape[1], self._documents(input_ids))
             features = self.backbone(input_ids, context)
         return self._exponents(self.phi(features, context), valid)
 
@@ -283,7 +289,7 @@ class LomdmForMaskedLM(PreTrainedModel):
     ) -> Tensor:
         """sum over masked i of A_i CE_i + A_i log(A_i / hatA_i) - (A_i - hatA_i), with A = e / t: [B]."""
         z = torch.where(masked, self.config.mask_token_id, x)
-        features, hat_exponents, condition = self._see(z, valid)
+        features, hat_exponents, condition = self._see(z, valid, self._documents(x))
         ce = F.cross_entropy(self.backbone.output(features[masked], condition), x[masked], reduction="none")
         velocity, hat_velocity = exponents / t[:, None], hat_exponents / t[:, None]
         terms = velocity * (velocity.log() - hat_velocity.log()) - (velocity - hat_velocity)
@@ -314,9 +320,16 @@ class LomdmForMaskedLM(PreTrainedModel):
             z = z.masked_scatter(reveal, draw_tokens(logits, for_token[reveal]))
         return z
 
-    def _see(self, z: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _documents(self, x: Tensor) -> Tensor | None:
+        """The number of each token's document, [B, L], where a token sees its own document only."""
+        if self.config.attend == "sequence":
+            return None
+        ends = (x == self.config.eos_token_id).long()
+        return ends.cumsum(dim=1) - ends
+
+    def _see(self, z: Tensor, valid: Tensor | None, documents: Tensor | None = None) -> tuple:
         """The masked text -> features [B, L, D], exponents [B, L], and the condition of the output."""
-        context = self.backbone.context(valid, z.shape[1])
+        context = self.backbone.context(valid, z.shape[1], documents)
         features = self.backbone(z, context)
         if self.psi is None:
             return features, self._fixed_exponents(z), context[0]

@@ -1,0 +1,272 @@
+"""Where files come from: a folder, a URL that fsspec opens, or a command; and the local cache of shards.
+
+    data/owt/train                        a folder
+    https://host/owt/train  s3://...      any URL that fsspec knows
+    pipe:ssh host cat /data/owt/train/{}  a shell command that prints the file {}
+
+A cached shard is named by its checksum and was compared with it when it came: that it is there means
+that it is whole. The cache is bounded; what was used longest ago goes first.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import fsspec
+
+from lomdm_dist.errors import UserError
+
+PIPE, PLACE = "pipe:", "{}"
+TRIES = 3
+SECONDS_BETWEEN = 1.0
+SECONDS_TO_CONNECT, SECONDS_OF_SILENCE = 20, 60
+BLOCK = 2**20
+STALE_SECONDS = 3600
+
+
+def cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lomdm_dist"
+
+
+@dataclass(frozen=True)
+class Access:
+    """How shards are reached: what is verified of them, and the cache of remote ones."""
+
+    verify: str = "checksum"  # or "size"
+    cache: Path | None = None  # default: cache_home()
+    cache_bytes: int = 64 * 2**30
+
+    @property
+    def folder(self) -> Path:
+        return self.cache or cache_home()
+
+    def found_good(self, file: BinaryIO, what: str) -> bool:
+        """Whether this machine has checked this very file before, and found it to be `what`."""
+        return _stamp(file, what) in _known_good(self.folder)
+
+    def remember_good(self, file: BinaryIO, what: str) -> None:
+        stamp = _stamp(file, what)
+        _known_good(self.folder).add(stamp)
+        with contextlib.suppress(OSError):  # a home that cannot be written to: it is checked again, then
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "verified.txt", "a") as known:
+                known.write(stamp + "\n")
+
+
+def _stamp(file: BinaryIO, what: str) -> str:
+    facts = os.fstat(file.fileno())
+    return f"{what} {facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"
+
+
+_good: dict[Path, set[str]] = {}
+_good_lock = threading.Lock()
+
+
+def _known_good(folder: Path) -> set[str]:
+    with _good_lock:
+        if folder not in _good:
+            try:
+                _good[folder] = set((folder / "verified.txt").read_text().splitlines())
+            except OSError:
+                _good[folder] = set()
+        return _good[folder]
+
+
+def is_remote(location: str) -> bool:
+    return location.startswith(PIPE) or "://" in location
+
+
+class Store:
+    """The files of one shard folder. Raises UserError, FileNotFoundError of what is not there."""
+
+    def __init__(self, location: str, access: Access):
+        self.remote = is_remote(location)
+        self.location = location if self.remote else str(Path(location))
+        if location.startswith(PIPE) and PLACE not in location:
+            raise UserError(f"{location!r}: write {PLACE} where the command takes the file's name")
+        self.access = access
+
+    def name_of(self, file: str) -> str:
+        """The whole name of a file, for reading and for messages; `../` steps are taken."""
+        if self.location.startswith(PIPE):
+            name = self.location.removeprefix(PIPE).replace(PLACE, file)
+        else:
+            name = f"{self.location.rstrip('/')}/{file}"
+        return re.sub(r"[^/\s]+/\.\./", "", name)
+
+    def read(self, file: str) -> bytes:
+        """A small file, whole."""
+        if not self.remote:
+            return Path(self.location, file).read_bytes()
+        with tempfile.TemporaryFile() as copy:
+            self._fetch(file, copy)
+            copy.seek(0)
+            return copy.read()
+
+    def open(self, file: str, sha256: str, size: int) -> BinaryIO:
+        """A shard, open for reading; a remote one is brought into the cache first."""
+        if not self.remote:
+            return open(Path(self.location, file), "rb")
+        return _cached(self.access, sha256, size, lambda copy: self._fetch(file, copy), self.name_of(file))
+
+    def tokenizer_folder(self, files: list[str]) -> Path:
+        if not self.remote:
+            return Path(self.location).resolve().parent / "tokenizer"
+        name = hashlib.sha256(self.name_of("../tokenizer").encode()).hexdigest()
+        folder = self.access.folder / "tokenizers" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            content = self.read(f"../tokenizer/{file}")
+            partial = folder / f".{file}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.rename(folder / file)
+        return folder
+
+    def _fetch(self, file: str, copy: BinaryIO) -> None:
+        """Copy a remote file, with a few tries."""
+        name = self.name_of(file)
+        for attempt in range(1, TRIES + 1):
+            copy.seek(0)
+            copy.truncate()
+            try:
+                if self.location.startswith(PIPE):
+                    _run(name, copy)
+                else:
+                    _download(name, copy)
+                return
+            except ImportError as error:
+                hint = "pip install 'lomdm_dist[remote]'"
+                raise UserError(f"cannot read {name}: {error} ({hint})") from None
+            except Exception as error:  # each file system has its own kinds
+                if isinstance(error, FileNotFoundError) and error.__cause__:
+                    error = error.__cause__  # fsspec says "not found" of a host out of reach, too
+                absent = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 404
+                reason = "it is not there" if absent else _in_a_line(error)
+            if attempt == TRIES or absent:
+                raise UserError(f"cannot read {name}: {reason}")
+            time.sleep(SECONDS_BETWEEN * attempt)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _download(url: str, copy: BinaryIO) -> None:
+    options = {}
+    if url.startswith("http"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=SECONDS_TO_CONNECT, sock_read=SECONDS_OF_SILENCE
+        )
+        options = {"client_kwargs": {"timeout": timeout}, "block_size": 0}  # 0: one stream, no seeking
+    with fsspec.open(url, "rb", **options) as remote:
+        while block := remote.read(BLOCK):
+            copy.write(block)
+
+
+def _run(command: str, copy: BinaryIO) -> None:
+    """Run a shell command and keep what it prints. OSError where it fails or falls silent."""
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        stdout=copy,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        before = -1
+        while (size := os.fstat(copy.fileno()).st_size) != before:
+            before = size
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, said = process.communicate(timeout=SECONDS_OF_SILENCE)
+                if process.returncode:
+                    last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                    raise OSError(f"the command ended with status {process.returncode}: {last[0]}")
+                return
+        raise OSError(f"the command printed nothing for {SECONDS_OF_SILENCE} seconds")
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _cached(access: Access, sha256: str, size: int, fetch, name: str) -> BinaryIO:
+    """The file with this checksum from the cache, fetched where it is not there. One process fetches it."""
+    folder = access.folder / "shards"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the cache {folder}: {error.strerror}; set data.cache") from None
+    path = folder / f"{sha256}.tar"
+    with _locked(folder / f"{sha256}.lock"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)  # used last now
+            return open(path, "rb")
+        partial = path.with_suffix(".partial")
+        try:
+            with open(partial, "w+b") as copy:
+                _make_room(access, folder, size, copy)
+                fetch(copy)
+                copy.flush()
+                copy.seek(0)
+                if hashlib.file_digest(copy, "sha256").hexdigest() != sha256:
+                    raise UserError(f"{name} is not what its manifest lists: its checksum differs")
+            file = open(partial, "rb")  # noqa: SIM115
+            partial.rename(path)
+            return file
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _make_room(access: Access, folder: Path, size: int, copy: BinaryIO) -> None:
+    """Drop what was used longest ago until `size` more bytes fit, and reserve them. UserError."""
+    if size > access.cache_bytes:
+        raise UserError(
+            f"data.cache_gib {access.cache_bytes / 2**30:.3g} is less than one shard ({size / 2**30:.3g} GiB)"
+        )
+    with _locked(folder / "room.lock"):
+        files = []
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                if path.suffix == ".partial" and time.time() - facts.st_mtime > STALE_SECONDS:
+                    path.unlink()  # of a process that was killed
+                elif path.suffix in (".tar", ".partial"):
+                    files.append((path.suffix == ".partial", facts.st_mtime_ns, facts.st_size, path))
+        used = sum(file[2] for file in files)
+        for being_fetched, _, bytes_, path in sorted(files):
+            if used + size > access.cache_bytes and not being_fetched:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+                used -= bytes_
+        copy.truncate(size)
+
+
+@contextlib.contextmanager
+def _locked(path: Path):
+    """Hold a lock file against other processes and threads; the system frees it when a process ends."""
+    while True:
+        with open(path, "a+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # another may have deleted the file between opening and locking: then this lock guards nothing
+            if _is_at(lock, path):
+                yield
+                return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    return False

@@ -1,0 +1,214 @@
+"""Remote shards through the bounded cache: URLs, commands, and what can go wrong with them."""
+
+import contextlib
+import http.server
+import multiprocessing
+import os
+import socketserver
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from lomdm_dist.data import store
+from lomdm_dist.data.reader import Reader
+from lomdm_dist.data.shards import BadShard, ShardSet
+from lomdm_dist.data.store import Access
+from lomdm_dist.errors import UserError
+from tests.data.made import write_shards
+
+SIZES = [40, 30, 20, 10]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(store, "SECONDS_BETWEEN", 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_shards(tmp_path / "remote/train", SIZES, tokenizer_files=["tokenizer.json"])
+    (tmp_path / "remote/tokenizer").mkdir()
+    (tmp_path / "remote/tokenizer/tokenizer.json").write_text("{}")
+    return tmp_path / "remote/train"
+
+
+@contextlib.contextmanager
+def served(folder: Path, answer=None):
+    """A web server over a folder; yields its URL and the list of paths asked for."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if answer is None or not answer(self):
+                super().do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
+        daemon_threads = True
+
+    server = Server(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def all_ids(shards: ShardSet) -> list[int]:
+    return shards.rows(np.arange(len(shards)))[:, 0].tolist()
+
+
+def test_every_kind_of_place_gives_the_same_rows(folder, tmp_path):
+    memory = fsspec.filesystem("memory")
+    for path in folder.parent.rglob("*.*"):
+        memory.pipe(f"/owt/{path.relative_to(folder.parent)}", path.read_bytes())
+    with served(folder.parent) as (url, _):
+        places = (folder, f"{url}/train", "memory://owt/train", f"pipe:cat {folder}/{{}}")
+        for k, place in enumerate(places):
+            shards = ShardSet(place, Access(cache=tmp_path / f"cache{k}"))
+            assert all_ids(shards) == list(range(100)), place
+            assert (shards.tokenizer_folder() / "tokenizer.json").read_text() == "{}"
+            assert shards.manifest == ShardSet(folder).manifest
+
+
+def test_a_shard_comes_once_for_all_processes(folder, tmp_path):
+    def slowly(request):
+        time.sleep(0.05)
+
+    with served(folder.parent, slowly) as (url, asked):
+        read = partial(_read_all, f"{url}/train", tmp_path / "cache")
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            assert pool.map(read, range(3)) == [list(range(100))] * 3
+        assert sorted(p for p in asked if p.endswith(".tar")) == [f"/train/{k:05d}.tar" for k in range(4)]
+
+
+def _read_all(url, cache, _):
+    return all_ids(ShardSet(url, Access(cache=cache)))
+
+
+def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(folder, tmp_path):
+    size = (folder / "00000.tar").stat().st_size
+    access = Access(cache=tmp_path / "cache", cache_bytes=2 * size)
+    with served(folder) as (url, asked):
+        shards = ShardSet(url, access)
+        assert all_ids(shards) == list(range(100))
+        assert _names(tmp_path / "cache") == {s.sha256 for s in shards.manifest.shards[2:]}
+        asked.clear()
+        shards.rows(np.array([95, 5]))  # of shards 3, which is there, and 0, for which 2 makes room
+        assert asked == ["/00000.tar"]
+        assert _names(tmp_path / "cache") == {shards.manifest.shards[k].sha256 for k in (0, 3)}
+
+
+def _names(cache: Path) -> set[str]:
+    return {path.stem for path in (cache / "shards").glob("*.tar")}
+
+
+def test_a_window_too_large_for_the_cache_is_refused_with_the_arithmetic(folder, tmp_path):
+    size = (folder / "00000.tar").stat().st_size
+    access = Access(cache=tmp_path / "cache", cache_bytes=3 * size)
+    place = f"pipe:cat {folder}/{{}}"
+    with pytest.raises(UserError, match=r"GiB, data\.cache_gib is .*: set data\.window to 1 shards or fewer"):
+        Reader([ShardSet(place, access)])
+    reader = Reader([ShardSet(place, access)], window=1)
+    flat = reader.read(0, 200).ids[:, 0].tolist()
+    assert sorted(flat[:100]) == sorted(flat[100:]) == list(range(100))
+
+
+def test_the_next_window_is_fetched_ahead(folder, tmp_path):
+    with served(folder) as (url, asked):
+        reader = Reader([ShardSet(url, Access(cache=tmp_path / "cache"))], window=1)
+        reader.read(0, 1)
+        deadline = time.time() + 20
+        while len(_names(tmp_path / "cache")) < 2:
+            assert time.time() < deadline, asked
+            time.sleep(0.01)
+
+
+def bad_shard(place, tmp_path, number: int = 0) -> str:
+    with pytest.raises(BadShard) as error:
+        ShardSet(place, Access(cache=tmp_path / "cache")).rows(np.array([5]))
+    assert error.value.number == number
+    return str(error.value)
+
+
+def test_what_comes_altered_is_refused_and_not_kept(folder, tmp_path):
+    path = folder / "00000.tar"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with served(folder) as (url, _):
+        assert (
+            bad_shard(url, tmp_path)
+            == f"{url}/00000.tar is not what its manifest lists: its checksum differs"
+        )
+    assert not _names(tmp_path / "cache") and not list((tmp_path / "cache/shards").glob("*.partial"))
+
+
+def test_a_missing_file_a_dead_host_and_a_failing_command_are_named(folder, tmp_path):
+    (folder / "00000.tar").unlink()
+    with served(folder) as (url, asked):
+        assert bad_shard(url, tmp_path) == f"cannot read {url}/00000.tar: it is not there"
+        assert asked.count("/00000.tar") == 1
+    with pytest.raises(UserError, match=rf"cannot read {url}/manifest\.json: Cannot connect"):
+        ShardSet(url)
+    message = bad_shard(f"pipe:cat {folder}/{{}}", tmp_path)
+    assert "the command ended with status 1: cat:" in message
+    with pytest.raises(UserError, match=r"write \{\} where the command takes the file's name"):
+        ShardSet("pipe:cat x")
+    with pytest.raises(UserError, match=r"cannot read nofs://x/manifest\.json: .*nofs"):
+        ShardSet("nofs://x")
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(folder, tmp_path):
+    failed = []
+
+    def fail_twice(request):
+        if request.path == "/00000.tar" and len(failed) < 2:
+            failed.append(request.path)
+            request.send_error(503)
+            return True
+
+    with served(folder, fail_twice) as (url, _):
+        assert ShardSet(url, Access(cache=tmp_path / "cache")).rows(np.array([5]))[0, 0] == 5
+
+
+def test_silence_ends_with_an_error(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SECONDS_OF_SILENCE", 0.3)
+    monkeypatch.setattr(store, "TRIES", 1)
+
+    def fall_silent(request):
+        if request.path == "/00000.tar":
+            request.send_response(200)
+            request.end_headers()
+            time.sleep(3)
+            return True
+
+    with served(folder, fall_silent) as (url, _):
+        assert bad_shard(url, tmp_path).startswith(f"cannot read {url}/00000.tar: ")
+    script = f"case {{}} in *.tar) sleep 60;; *) cat {folder}/{{}};; esac"
+    assert "the command printed nothing for 0.3 seconds" in bad_shard(f"pipe:{script}", tmp_path)
+
+
+def test_a_machine_checks_a_file_once(folder, tmp_path, monkeypatch):
+    access = Access(cache=tmp_path / "cache")
+    all_ids(ShardSet(folder, access))
+    store._good.clear()  # as in a new process
+    calls = []
+    monkeypatch.setattr(Access, "remember_good", lambda *_: calls.append(1))
+    all_ids(ShardSet(folder, access))
+    assert not calls
+    path = folder / "00001.tar"
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # even with the old time
+    with pytest.raises(UserError, match=r"00001\.tar was altered"):
+        all_ids(ShardSet(folder, access))
