@@ -1,4 +1,4 @@
-# make demo · make test · make test-all · make lint
+# make demo · make test · make test-all · make lint · make gpu-check
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-all lint clean install
+.PHONY: demo test test-all lint gpu-check clean install
 
 demo: install
 	python launchers/demo.py
@@ -33,6 +33,10 @@ $(VENV)/installed: setup.py constraints.txt
 	pip install --quiet --disable-pip-version-check torch -c constraints.txt
 	pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	touch $@
+
+# on a machine with a GPU and everything installed there; writes benchmarks/results/gpu_check.json
+gpu-check:
+	python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) data/demo data/demo.jsonl runs/demo exports/demo
