@@ -34,7 +34,7 @@ setup(
         "webdataset",
     ],
     extras_require={
-        "dev": ["aiohttp", "hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
+        "dev": ["aiohttp", "datasets", "hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
         "gpu": ["flash-attn", "triton"],
         "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],

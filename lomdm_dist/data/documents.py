@@ -147,6 +147,16 @@ def _open_hub(load_dataset, name: str, config: str | None, split: str):
     return load_dataset(name, data_files=files, split=split, revision="refs/convert/parquet", streaming=True)
 
 
+def count_hub(name: str, config: str | None = None) -> int | None:
+    """Records of NAME:SPLIT as the hub counts them, without reading them; None where it does not say."""
+    with contextlib.suppress(Exception):  # of many kinds; reading it will say what is wrong
+        import datasets
+
+        name, _, split = name.partition(":")
+        return datasets.load_dataset_builder(name, config).info.splits[split].num_examples or None
+    return None
+
+
 def read_hub(name: str, field: str, config: str | None = None) -> Iterator[str]:
     """NAME or NAME:SPLIT of a Hugging Face data set, streamed. UserError."""
     try:

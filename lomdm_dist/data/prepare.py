@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lomdm_dist import __version__
-from lomdm_dist.data.documents import HUB, Meter, clean_unicode, read_any
+from lomdm_dist.data.documents import HUB, Meter, clean_unicode, count_hub, read_any
 from lomdm_dist.data.encode import Encoded, Encoding, available_cores, encode_in_order, in_valid
 from lomdm_dist.data.inspect import REQUEST, check_shard_mib, verify
 from lomdm_dist.data.recipes import RECIPES, files_by_split, read
@@ -285,8 +285,10 @@ def _count(request: Request, files: Files) -> int | None:
     last = RECIPES[request.recipe].valid_from_the_end if request.recipe != TEXT else 0
     if not last:
         return None
-    meter = Meter()
-    count = sum(1 for _ in _watched("count", _read_whole(request, files, meter), meter, files))
+    meter, source = Meter(), RECIPES[request.recipe].splits[request.splits[0]]
+    count = None if files else count_hub(source.hub, source.hub_config)
+    if count is None:
+        count = sum(1 for _ in _watched("count", _read_whole(request, files, meter), meter, files))
     if count < 2 * last:
         raise UserError(
             f"{request.recipe} has {count:,} documents in these files; the last {last:,} are its validation "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -547,12 +548,21 @@ def test_a_recipe_from_the_hub(tmp_path, tiny_tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("splits", [("train", "valid"), ("valid",), ("train",)])
 def test_the_last_pages_of_openwebtext_are_validation(tmp_path, tiny_tokenizer, monkeypatch, splits):
+    import datasets
+
     monkeypatch.setitem(RECIPES, "owt", dataclasses.replace(RECIPES["owt"], valid_from_the_end=5))
     pages = [f"page {i}" if i != 16 else "" for i in range(18)]  # an empty one counts, as in the original
     write_jsonl(tmp_path / "train.jsonl", pages)
     prepare(recipe_request("owt", tmp_path, tiny_tokenizer, *splits), tmp_path / "out")
     expected = {"train": pages[:13], "valid": [*pages[13:16], pages[17]]}
     assert {split: texts_of(tmp_path / "out" / split) for split in splits} == {s: expected[s] for s in splits}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"text": page} for page in pages]))
+    info = SimpleNamespace(splits={"train": SimpleNamespace(num_examples=18)})  # the hub has counted
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: SimpleNamespace(info=info))
+    prepare(recipe_request("owt", None, tiny_tokenizer, *splits), tmp_path / "hub")
+    assert {split: texts_of(tmp_path / "hub" / split) for split in splits} == {s: expected[s] for s in splits}
+
     write_jsonl(tmp_path / "train.jsonl", pages[:9])
     message = "owt has 9 documents in these files; the last 5 are its validation split, and fewer than 5"
     with pytest.raises(UserError, match=message):
