@@ -19,7 +19,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class Manifest(BaseModel):
     official_split: str
     packing: Literal["packed", "padded"]
     tokenizer: TokenizerFacts
-    tokenizer_files: list[str]
+    tokenizer_files: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]]
     length: int = Field(gt=0)
     dtype: str
     sequences: int

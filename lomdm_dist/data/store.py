@@ -137,12 +137,12 @@ class Store:
         name = self.name_of(file)
         for attempt in range(1, TRIES + 1):
             copy.seek(0)
-            copy.truncate()
             try:
                 if self.location.startswith(PIPE):
                     _run(name, copy)
                 else:
                     _download(name, copy)
+                copy.truncate(_position(copy))
                 return
             except ImportError as error:
                 hint = "pip install 'lomdm_dist[remote]'"
@@ -159,6 +159,12 @@ class Store:
 
 def _in_a_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _position(copy: BinaryIO) -> int:
+    """Where the next byte goes, also where another process wrote the last."""
+    copy.flush()
+    return os.lseek(copy.fileno(), 0, os.SEEK_CUR)
 
 
 def _download(url: str, copy: BinaryIO) -> None:
@@ -187,7 +193,7 @@ def _run(command: str, copy: BinaryIO) -> None:
     )
     try:
         before = -1
-        while (size := os.fstat(copy.fileno()).st_size) != before:
+        while (size := _position(copy)) != before:
             before = size
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _, said = process.communicate(timeout=SECONDS_OF_SILENCE)

@@ -29,6 +29,7 @@ class Inputs:
 
 def open_inputs(config: Config, resume: str | None) -> Inputs:
     """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
+    first = rank() == 0
     config.accumulation(world_size())
     train = open_reader(config.data, config.train.seed)
     valid = ShardSet(config.data.valid, access_of(config.data))
@@ -40,7 +41,7 @@ def open_inputs(config: Config, resume: str | None) -> Inputs:
     valid.check_extra()
     for error in valid.check(*place):
         raise error
-    if rank() == 0:
+    if first:
         open_tokenizer(train.first.tokenizer_folder(), train.first.tokenizer)
     return Inputs(train, valid, _open_resumed(config, resume, train))
 
