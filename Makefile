@@ -39,4 +39,4 @@ gpu-check:
 	python benchmarks/gpu_check.py
 
 clean:
-	rm -rf $(VENV) data/demo data/demo.jsonl runs/demo exports/demo
+	rm -rf $(VENV) data/demo data/demo.json data/demo.jsonl runs/demo

@@ -118,14 +118,17 @@ def _prepare_options(parser: argparse.ArgumentParser, common: argparse.ArgumentP
     )
     text.add_argument("--vocab-size", type=int, help="of a tokenizer trained here")
     text.add_argument("--length", type=int, required=True, help="tokens a sequence")
-    text.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out (0.05)")
+    text.add_argument(
+        "--valid-fraction", type=float, default=0.05, help="share of documents held out (0.05); 0: none"
+    )
+    text.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="validation files of your own")
     text.add_argument(
         "--sample-by",
         choices=["line", "paragraph", "document"],
         default="paragraph",
-        help="what a document is in .txt",
+        help="what a document is in .txt (paragraph: blank lines stand between them)",
     )
-    text.add_argument("--text-field", default="text", help="field of .jsonl, .parquet and hub records")
+    text.add_argument("--text-field", default="text", help="field of .jsonl, .parquet and hub records (text)")
     _work_options(text, "text")
     for name, recipe in RECIPES.items():
         _recipe_options(recipes.add_parser(name, parents=[common], help=recipe.about), name, recipe)
@@ -134,10 +137,16 @@ def _prepare_options(parser: argparse.ArgumentParser, common: argparse.ArgumentP
     inspect = recipes.add_parser("inspect", parents=[common], help="say what was made, and show some of it")
     reshard = recipes.add_parser("reshard", parents=[common], help="the same sequences in other shards")
     for command, run in ((verify, _verify), (inspect, _inspect), (reshard, _reshard)):
-        command.add_argument("folder", type=Path, metavar="DIR", help="what prepare made, or a split of it")
+        command.add_argument("folder", type=_local, metavar="DIR", help="what prepare made, or a split of it")
         command.set_defaults(run=run)
     reshard.add_argument("--out", type=Path, required=True, help="the folder to make")
     reshard.add_argument("--shard-mib", type=float, required=True, help="size of a shard")
+
+
+def _local(folder: str) -> Path:
+    if "://" in folder or folder.startswith("pipe:"):
+        raise argparse.ArgumentTypeError(f"{folder}: a local folder is wanted")
+    return Path(folder)
 
 
 def _recipe_options(parser: argparse.ArgumentParser, name: str, recipe) -> None:
@@ -177,6 +186,9 @@ def _prepare(options) -> None:
     given = {name: value for name, value in vars(options).items() if name in Request.__dataclass_fields__}
     if options.recipe in RECIPES:
         given["splits"] = tuple(s for s in RECIPES[options.recipe].splits if s in options.splits)
+    else:
+        given["valid_inputs"] = tuple(options.valid)
+        given["splits"] = ("train", "valid") if options.valid or options.valid_fraction else ("train",)
     request = Request(inputs=tuple(options.input), **given)
     try:
         totals, reused = prepare(request, options.out, options.workers)
@@ -187,6 +199,11 @@ def _prepare(options) -> None:
         f"{'reused' if reused else 'prepared'} {options.out}: {totals['sequences']:,} sequences, "
         f"{totals['tokens']:,} tokens, {totals['documents']:,} documents, {totals['shards']} shards"
     )
+    for split, counts in totals["splits"].items():
+        print(
+            f"  {split}: "
+            + ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items())
+        )
     data = [f"data.{split}={options.out}/{split}" for split in ("train", "valid") if split in request.splits]
     print(
         f"for the config: model.vocab_size={totals['vocab_size']} model.mask_id={totals['mask_id']} "

@@ -344,6 +344,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_count(self):
+        weights = [source.weight for source in self.data.train]
+        if min(weights) < 1e-6 * sum(weights):
+            raise ValueError(
+                f"data.train has the weight {min(weights):g} among {sum(weights):g} in all, less than a "
+                "millionth: leave that source out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _documents_end(self):
         if self.data.attend == "document" and self.model.eos_id is None:
             raise ValueError("data.attend document needs model.eos_id, which ends a document in the shards")
@@ -526,4 +536,6 @@ _TEXTS = {n for n, kind in _keys(Config).items() if kind in (str, Path, str | No
 
 
 def _is_text(name: str, text: str) -> bool:
-    return name in _TEXTS or (name == "data.train" and not text.startswith("["))
+    if name == "data.train":
+        return not text.startswith("[")
+    return name in _TEXTS and text != "null"

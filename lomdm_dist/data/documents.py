@@ -17,6 +17,21 @@ from lomdm_dist.errors import UserError
 
 HUB = "hf:"
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+# what would otherwise be read as plain text, and is none
+NOT_TEXT = (
+    ".tar.zst",
+    ".csv",
+    ".tsv",
+    ".zip",
+    ".7z",
+    ".rar",
+    ".xz",
+    ".pdf",
+    ".docx",
+    ".arrow",
+    ".npy",
+    ".bin",
+)
 TAR = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.bz2", "_data.xz")
 
 
@@ -50,8 +65,13 @@ def read_any(name: str, meter: Meter, field: str = "text", sample_by: str = "par
     if name.startswith(HUB):
         return read_hub(name.removeprefix(HUB), field)
     path = Path(name)
-    if path.name.endswith(TAR):
+    if path.name.lower().endswith(TAR):
         return read_tar(path, meter)
+    if path.name.lower().endswith(NOT_TEXT):
+        raise UserError(
+            f"input {path}: this kind of file is not read; give .txt, .jsonl (also .gz, .zst, .bz2), "
+            ".parquet or .tar of texts"
+        )
     kind = next((s for s in reversed(path.suffixes) if s.lower() not in COMPRESSED), "").lower()
     if kind == ".parquet":
         return read_parquet(path, meter, field)
@@ -88,7 +108,7 @@ def read_text(path: Path, meter: Meter, sample_by: str) -> Iterator[str]:
 
 def field_of(record, field: str, where: str) -> str:
     if not isinstance(record, dict) or field not in record:
-        has = f"fields {', '.join(record)}" if isinstance(record, dict) else "no fields"
+        has = f"fields {', '.join(record)}" if isinstance(record, dict) else "one object a line is wanted"
         raise UserError(f"{where} has no field {field!r} ({has}); name the text's with --text-field")
     if not isinstance(record[field], str):
         raise UserError(f"{where}: field {field!r} is not text but {type(record[field]).__name__}")

@@ -9,8 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 ROUNDS = 8
-LEAST = 16  # of either half: the permutations of smaller ones are not equally likely
+SMALL = 256  # sets up to this size are permuted as a list
 CHUNK = 2**16  # positions computed at once, which costs less for each
+EPOCHS_A_CHUNK = 64
 LARGEST_DENOMINATOR = 10**6  # of a weight, so that position * numerator stays inside int64
 
 
@@ -21,8 +22,10 @@ def shuffled(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     holds little more than `size`; where it leaves the range it is applied again, which closes the
     permutation (cycle walking). keys: uint32 [rounds, 2].
     """
-    bits = max(LEAST.bit_length() - 1, (size - 1).bit_length() // 2)
-    height = max(LEAST, -(-size >> bits))
+    if size <= SMALL:  # the halves would be so small that not all permutations are equally likely
+        return np.random.default_rng(keys.ravel()).permutation(size)[positions]
+    bits = (size - 1).bit_length() // 2
+    height = -(-size >> bits)
     out = _feistel(positions, bits, height, keys)
     while len(outside := np.flatnonzero(out >= size)):
         out[outside] = _feistel(out[outside], bits, height, keys)
@@ -83,10 +86,14 @@ class SourceOrder:
             first = min(last, end)
         return np.concatenate(parts) if len(parts) > 2 else parts[-1]
 
-    def next_shards(self, position: int) -> np.ndarray:
-        """Numbers of the shards in the window after the one that `position` lies in."""
-        epoch, window, *_ = self._place(self._place(position)[3])
-        return self._shards(epoch, window)
+    def shards_ahead(self, position: int) -> np.ndarray:
+        """Numbers of the shards in the window that `position` lies in, and in the next."""
+        epoch, window, _, end = self._place(position)
+        here = self._shards(epoch, window)
+        if self.is_whole:
+            return here
+        following = self._shards(*self._place(end)[:2])
+        return np.concatenate([here, following[~np.isin(following, here)]])
 
     def _place(self, position: int) -> tuple[int, int, int, int]:
         """The epoch and the window that a position lies in, and where that window starts and ends."""
@@ -127,8 +134,9 @@ def _window_ends(order: SourceOrder, epoch: int) -> np.ndarray:
 class Order:
     """Several sources in exact proportion to their weights: position -> (source, index in it).
 
-    After n positions, source k has been drawn n w_k times, rounded: the first against the rest, the
-    second against the rest of that, and so on. Each source goes through its own epochs.
+    After n positions, source k has been drawn n w_k times, rounded down: the first against the rest,
+    the second against the rest of that, and so on, each rounding adding less than 1. Each source goes
+    through its own epochs.
     """
 
     def __init__(self, sources: list[SourceOrder], weights: list[float]):
@@ -137,7 +145,9 @@ class Order:
         self._shares = [w / sum(exact[k:]) for k, w in enumerate(exact[:-1])]
         self._shares = [s.limit_denominator(LARGEST_DENOMINATOR) for s in self._shares]
         self._chunk = lru_cache(maxsize=4)(self._compute)
-        self._chunk_size = min(CHUNK, max(256, sum(source.size for source in sources)))
+        shares = [weight / sum(weights) for weight in weights]
+        longest = min(source.size / share for source, share in zip(sources, shares, strict=True))
+        self._chunk_size = int(min(CHUNK, max(SMALL, EPOCHS_A_CHUNK * longest)))
 
     def at(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and indices at positions first .. first + count - 1, each int64 [count]."""

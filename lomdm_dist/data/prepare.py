@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -53,6 +54,10 @@ LETTERS_A_BATCH, DOCUMENTS_A_BATCH = 10**6, 8192
 Files = dict[str, list[str]]  # what is read for each split, for TEXT of a plain request, in order
 
 
+class DamagedWork(UserError):
+    """An unfinished folder that cannot be gone on with."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What to prepare: inputs by a recipe. `sample_by` says what a document is in plain text files."""
@@ -62,11 +67,12 @@ class Request:
     length: int
     vocab_size: int | None = None  # of a tokenizer trained here
     packing: str = "packed"
-    valid_fraction: float = 0.05
+    valid_fraction: float = 0.05  # of documents held out; 0: none
     sample_by: str = "paragraph"
     text_field: str = "text"
     recipe: str = TEXT
     splits: tuple[str, ...] = TRAIN_AND_VALID
+    valid_inputs: tuple[str, ...] = ()  # of TEXT: files of its own for validation, in place of a fraction
     shard_mib: float = SHARD_MIB
 
     def check(self) -> None:
@@ -75,7 +81,7 @@ class Request:
             raise UserError(f"--length {self.length}: a sequence has 2 to {LONGEST} tokens")
         if self.vocab_size is not None and not 8 <= self.vocab_size <= LARGEST_VOCABULARY:
             raise UserError(f"--vocab-size {self.vocab_size}: give 8 to {LARGEST_VOCABULARY}")
-        if not 0 < self.valid_fraction < 1:
+        if not 0 <= self.valid_fraction < 1:
             raise UserError(f"--valid-fraction {self.valid_fraction} is not between 0 and 1")
         if self.tokenizer in TRAINED and self.recipe != TEXT:
             raise UserError(
@@ -92,10 +98,18 @@ class Request:
         """What is read for each split. UserError where a file is not there, or is none of the recipe's."""
         if self.recipe != TEXT:
             return files_by_split(self.recipe, self.splits, self.inputs) if self.inputs else {}
-        for name in self.inputs:
+        for name in (*self.inputs, *self.valid_inputs):
             if not name.startswith(HUB) and not Path(name).is_file():
-                raise UserError(f"no input file {name} (a hub data set is written {HUB}NAME)")
+                folder = "is a folder: name its files" if Path(name).is_dir() else "does not exist"
+                raise UserError(f"input {name} {folder} (a hub data set is written {HUB}NAME)")
+        if self.valid_inputs:
+            return {"train": list(self.inputs), "valid": list(self.valid_inputs)}
         return {TEXT: list(self.inputs)}
+
+    @property
+    def hashed_fraction(self) -> float | None:
+        """Share of documents that their hash puts into validation; None where the input says the split."""
+        return self.valid_fraction if self.recipe == TEXT and not self.valid_inputs else None
 
     def fingerprint(self, files: Files) -> dict:
         """The request with the content of its inputs in place of their paths."""
@@ -110,6 +124,7 @@ class Request:
             given = {"tokenizer": {p.name: sha256(p) for p in sorted(tokenizer.iterdir()) if p.is_file()}}
         inputs = {split: [content[name] for name in names] for split, names in files.items()}
         full = asdict(self) | given | {"inputs": inputs, "version": __version__}
+        del full["valid_inputs"]  # they stand among the inputs
         return json.loads(json.dumps(full))
 
 
@@ -120,6 +135,8 @@ def prepare(request: Request, out: Path, workers: int | None = None) -> tuple[di
         raise UserError(f"--workers {workers}: give 1 to {MOST_WORKERS}")
     request.check()
     out, files = out.resolve(), request.files()
+    if not out.name:
+        raise UserError(f"--out {out} is no folder that can be made; give another")
     fingerprint = request.fingerprint(files)
     if (out / REQUEST).exists():
         _check_same_request(out, fingerprint, "shards")
@@ -166,18 +183,28 @@ def _unfinished(out: Path, fingerprint: dict) -> Iterator[Path]:
             _check_same_request(folder, fingerprint, "unfinished work")
         else:
             write_atomically(folder / REQUEST, json.dumps(fingerprint, indent=1) + "\n")
-        kept = f"{folder} keeps what was done: the same command goes on from there, for another delete it"
         try:
             yield folder
+        except DamagedWork:
+            raise
         except UserError as error:
             if (folder / STATE).exists():  # the hub or a file system may be away for a while only
-                raise UserError(f"{error}; {kept}") from error
+                raise UserError(f"{error}; {_kept(folder)}") from error
             shutil.rmtree(folder)
             raise
         except OSError as error:  # a full disk, a dead worker
-            raise OSError(f"{error}; {kept}") from error
+            raise OSError(f"{error}; {_kept(folder)}") from error
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"stopped; {kept}") from None
+            raise KeyboardInterrupt(f"stopped; {_kept(folder)}") from None
+
+
+def _kept(folder: Path) -> str:
+    """What an unfinished folder is good for, in words."""
+    if (folder / STATE).exists():
+        return (
+            f"{folder} keeps the finished shards: the same command goes on from there, for another delete it"
+        )
+    return "no shard was finished: the same command begins anew"
 
 
 def _lock(lock, folder: Path) -> None:
@@ -208,7 +235,9 @@ def _totals(out: Path, splits: Iterable[str]) -> dict:
     manifests = [read_manifest(out / split) for split in splits]
     totals = {key: sum(getattr(m, key) for m in manifests) for key in ("sequences", "tokens", "documents")}
     facts = {key: getattr(manifests[0].tokenizer, key) for key in ("vocab_size", "mask_id", "eos_id")}
-    return totals | facts | {"shards": sum(len(m.shards) for m in manifests)}
+    kept = ("sequences", "tokens", "documents", "dropped_tokens")
+    of_each = {m.split: {key: getattr(m, key) for key in kept} for m in manifests}
+    return totals | facts | {"shards": sum(len(m.shards) for m in manifests), "splits": of_each}
 
 
 def _make(request: Request, files: Files, folder: Path, workers: int) -> None:
@@ -218,14 +247,14 @@ def _make(request: Request, files: Files, folder: Path, workers: int) -> None:
     never = {"mask": facts.mask_id, "EOS": facts.eos_id}
     if request.packing == "padded":
         never["padding"] = facts.pad_id
-    fraction = request.valid_fraction if request.recipe == TEXT else None
     dtype = token_dtype(facts.vocab_size)
     definition = tokenizer.backend_tokenizer.to_str()
     work = _Work(request, facts, folder)
     if work.documents_in_all is None and (count := _count(request, files)):
         work.documents_in_all = count
         work.save()
-    work.encode(files, Encoding(definition, dtype, facts.eos_id, never, fraction), workers)
+    encoding = Encoding(definition, dtype, facts.eos_id, never, request.hashed_fraction)
+    work.encode(files, encoding, workers)
     work.close(sorted(path.name for path in (folder / "tokenizer").iterdir()))
 
 
@@ -235,7 +264,12 @@ def _tokenizer(request: Request, files: Files, folder: Path):
         if request.tokenizer in TRAINED:
             meter = Meter()
             documents = _watched("tokenizer", read_documents(request, files, meter), meter, files)
-            train = (text for _, text in documents if not in_valid(text, request.valid_fraction))
+            fraction = request.hashed_fraction
+            train = (
+                text
+                for split, text in documents
+                if split == "train" or (split is None and not in_valid(text, fraction))
+            )
             tokenizer = train_tokenizer(request.tokenizer, train, request.vocab_size)
         else:
             tokenizer = load_tokenizer(request.tokenizer)
@@ -260,9 +294,10 @@ def read_documents(
 
 def _read_splits(request: Request, files: Files, meter: Meter, in_all: int | None):
     if request.recipe == TEXT:
-        for name in files[TEXT]:
-            for text in read_any(name, meter, request.text_field, request.sample_by):
-                yield None, text
+        for split, names in files.items():
+            for name in names:
+                for text in read_any(name, meter, request.text_field, request.sample_by):
+                    yield None if split == TEXT else split, text
     elif last := RECIPES[request.recipe].valid_from_the_end:
         for number, text in enumerate(_read_whole(request, files, meter)):
             split = "train" if number < in_all - last else "valid"
@@ -349,6 +384,7 @@ class _Work:
         meter, size, tokens = Meter(), _size(files), 0
         documents = read_documents(self.request, files, meter, self.documents_in_all)
         if self.documents:
+            tqdm.write(f"going on: {self.documents:,} documents were packed before", file=sys.stderr)
             for _ in _watched("skip", itertools.islice(documents, self.documents), meter, files):
                 pass
         results = encode_in_order(_batches(documents), encoding, workers)
@@ -382,7 +418,8 @@ class _Work:
         else:
             valid = np.repeat(encoded.valid, encoded.lengths)
             self.splits["train"].add(encoded.ids[~valid], encoded.lengths[~encoded.valid])
-            self.splits["valid"].add(encoded.ids[valid], encoded.lengths[encoded.valid])
+            if "valid" in self.splits:
+                self.splits["valid"].add(encoded.ids[valid], encoded.lengths[encoded.valid])
         self.documents += len(encoded.lengths)
         if self._shards() != before:
             self.save()
@@ -409,6 +446,23 @@ class _Work:
         partial.rename(self.folder / STATE)
 
     def _load(self) -> None:
+        """Raises DamagedWork where the state, or a shard that it speaks of, is not whole."""
+        try:
+            self._load_state()
+        except Exception as error:  # whatever a foreign or cut file makes numpy and json raise
+            reason = f"{type(error).__name__}: {error}"
+            raise DamagedWork(f"the work in {self.folder} is damaged ({reason}): delete it") from None
+        for split in self.splits.values():
+            listed = {shard.name: shard for shard in split.writer.shards}
+            for path in split.writer.folder.glob("*.tar"):
+                if path.name not in listed:
+                    path.unlink()  # written after the state, and again now
+            for name, shard in listed.items():
+                path = split.writer.folder / name
+                if not path.is_file() or sha256(path) != shard.sha256:
+                    raise DamagedWork(f"{path} is missing or altered: delete {self.folder}")
+
+    def _load_state(self) -> None:
         with np.load(self.folder / STATE) as state:
             facts = json.loads(str(state["facts"]))
             self.documents, self.documents_in_all = facts["documents"], facts["documents_in_all"]

@@ -9,10 +9,14 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
+import queue
 import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +30,13 @@ from lomdm_dist.data.store import Access
 from lomdm_dist.errors import UserError
 
 READ_AHEAD = 2  # steps that each worker has in hand
+FETCHING_THREADS = 4
 CPU = torch.device("cpu")
 
 
 def access_of(data: DataConfig) -> Access:
     """How the config's shards are reached."""
-    cache = data.cache.expanduser() if data.cache else None
+    cache = Path(os.path.expanduser(data.cache)) if data.cache else None
     return Access(data.verify, cache, int(data.cache_gib * 2**30))
 
 
@@ -81,8 +86,8 @@ class Reader:
         _check_cache(sources, orders)
         self.order = Order(orders, self.weights)
         self.bad: list[dict[int, str]] = [{} for _ in sources]  # shards that are left out, and why
-        self.complaints: list[str] = []  # one for each of them, for the user to read
-        self._fetched: dict[int, list[int]] = {}
+        self.messages: list[str] = []  # for the user to read
+        self._fetched: dict[int, list[int]] = {}  # shards on their way, by source
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -96,10 +101,11 @@ class Reader:
         """A hash of what this stream consists of: equal for equal sequences in equal order."""
         if len(self.sources) == 1 and self.order.sources[0].is_whole:
             return self.first.manifest.identity
+        total = sum(Fraction(str(weight)) for weight in self.weights)
         parts = [
             [
                 source.manifest.identity,
-                weight,
+                str(Fraction(str(weight)) / total),
                 None if order.is_whole else [order.window, *map(int, order.shard_sizes)],
             ]
             for source, weight, order in zip(self.sources, self.weights, self.order.sources, strict=True)
@@ -137,34 +143,47 @@ class Reader:
         return Rows(torch.from_numpy(out), replaced)
 
     def stream(
-        self, position: int, every: int, count: int, workers: int, device: torch.device = CPU
+        self,
+        position: int,
+        every: int,
+        count: int,
+        workers: int,
+        device: torch.device = CPU,
+        waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[Rows]:
         """`count` sequences from `position` on, then from `position + every`, and so on without end.
 
         `workers` threads read ahead, in order; with none the caller reads. Threads suffice: what takes
         time here (copying, checksums, the network) runs without Python's lock. For a GPU the rows lie
-        in pinned memory.
+        in pinned memory. While they are awaited, `waiting` is called every second, and may raise.
         """
-        on_gpu = device.type == "cuda"
-
-        def read(start: int) -> Rows:
-            rows = self.read(start, count)
-            return rows._replace(ids=rows.ids.pin_memory()) if on_gpu else rows
-
         starts = itertools.count(position, every)
+
+        def read() -> Callable[[], Rows]:
+            start = next(starts)
+            return lambda: self._pinned(self.read(start, count), device)
+
         if not workers:
-            yield from map(read, starts)
-        # a thread that pins memory without its device set would open a context on the first GPU
-        set_device = {"initializer": torch.cuda.set_device, "initargs": (device,)} if on_gpu else {}
-        pool = ThreadPoolExecutor(workers, "reader", **set_device)
-        try:
-            ahead = deque(pool.submit(read, next(starts)) for _ in range(READ_AHEAD * workers))
             while True:
-                rows = ahead.popleft().result()
-                ahead.append(pool.submit(read, next(starts)))
+                yield read()()
+        tasks = queue.SimpleQueue()
+        for _ in range(workers):  # daemons: a download that hangs must not hold up the end of the process
+            threading.Thread(target=_work, args=(tasks, device), daemon=True, name="reader").start()
+        ahead = deque(_submit(tasks, read()) for _ in range(READ_AHEAD * workers))
+        try:
+            while True:
+                rows = _result(ahead.popleft(), waiting)
+                ahead.append(_submit(tasks, read()))
                 yield rows
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for future in ahead:
+                future.cancel()
+            for _ in range(workers):
+                tasks.put(None)
+
+    @staticmethod
+    def _pinned(rows: Rows, device: torch.device) -> Rows:
+        return rows._replace(ids=rows.ids.pin_memory()) if device.type == "cuda" else rows
 
     def _rows(self, number: int, positions: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, int]:
         """Sequences of a source; where a shard is bad, others."""
@@ -192,31 +211,74 @@ class Reader:
     def _note(self, number: int, error: BadShard) -> None:
         if self.on_bad_shard == "error":
             raise error
-        source, bad = self.sources[number], self.bad[number]
-        if error.number not in bad:
-            bad[error.number] = str(error)
-            self.complaints.append(f"left out: {error}")
-        if len(bad) == len(source.manifest.shards):
-            raise UserError(f"no shard of {source} can be used; the last one: {error}")
+        self.leave_out([{error.number: str(error)} if n == number else {} for n in range(len(self.sources))])
+
+    def leave_out(self, bad: list[dict[int, str]]) -> None:
+        """Shards of each source not to be read, and why. UserError where a source has no other."""
+        for source, known, more in zip(self.sources, self.bad, bad, strict=True):
+            for number in sorted(more.keys() - known.keys()):
+                known[number] = more[number]
+                self.messages.append(f"left out: {more[number]}")
+            if len(known) == len(source.manifest.shards):
+                raise UserError(f"no shard of {source} can be used; the last one: {known[max(known)]}")
 
     def _fetch_ahead(self, position: int) -> None:
-        """Bring the shards of the next window into the cache, while this window is read."""
+        """Bring the shards of this window and of the next into the cache, in the background."""
         for number, (source, drawn) in enumerate(zip(self.sources, self.order.drawn(position), strict=True)):
-            if source.store.remote and not self.order.sources[number].is_whole:
-                shards = self.order.sources[number].next_shards(drawn).tolist()
-                if self._fetched.get(number) != shards:
-                    self._fetched[number] = shards
-                    _in_background(source, shards)
+            if source.store.remote:
+                ahead = self.order.sources[number].shards_ahead(drawn).tolist()
+                known = self._fetched.get(number, [])
+                if ahead == known:
+                    continue
+                self._fetched[number] = ahead
+                missing = [s for s in ahead if s not in set(known) and not source.is_cached(s)]
+                gib = sum(source.manifest.shards[s].bytes for s in missing) / 2**30
+                if missing and not known:
+                    self.messages.append(f"fetching {len(missing)} shards ({gib:.3g} GiB) of {source}")
+                _fetch_in_background(source, missing)
 
 
-def _in_background(source: ShardSet, shards: list[int]) -> None:
-    """Fetch one after the other; what fails is told when the shard is read."""
+def _fetch_in_background(source: ShardSet, shards: list[int]) -> None:
+    """What fails here is told when the shard is read."""
+    left = deque(shards)
 
-    def fetch(shard: int) -> None:
-        with contextlib.suppress(UserError, OSError):
-            source.fetch(shard)
+    def fetch() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                with contextlib.suppress(UserError, OSError):
+                    source.fetch(left.popleft())
 
-    threading.Thread(target=lambda: [fetch(shard) for shard in shards], daemon=True).start()
+    for _ in range(min(FETCHING_THREADS, len(shards))):
+        threading.Thread(target=fetch, daemon=True, name="fetch").start()
+
+
+def _submit(tasks: queue.SimpleQueue, task: Callable[[], Rows]) -> Future:
+    future = Future()
+    tasks.put((future, task))
+    return future
+
+
+def _work(tasks: queue.SimpleQueue, device: torch.device) -> None:
+    """A reader thread: tasks one after the other, until None."""
+    if device.type == "cuda":  # a thread that pins memory without it would open a context on the first GPU
+        torch.cuda.set_device(device)
+    while (item := tasks.get()) is not None:
+        future, task = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _result(future: Future, waiting: Callable[[], None]) -> Rows:
+    while True:
+        try:
+            return future.result(timeout=1)
+        except TimeoutError:
+            if future.done():  # then the error is the task's own
+                raise
+            waiting()
 
 
 def check_alike(sources: list[ShardSet]) -> None:
@@ -237,12 +299,13 @@ def _check_cache(sources: list[ShardSet], orders: list[SourceOrder]) -> None:
     for source, order in zip(sources, orders, strict=True):
         if source.store.remote:
             sizes = sorted((shard.bytes for shard in source.manifest.shards), reverse=True)
-            need += sum(sizes[: len(sizes) if order.is_whole else 2 * order.window])
+            need += sum(sizes[: None if order.is_whole else 2 * order.window])
             least = (least or 0) + sizes[0]
     room = sources[0].access.cache_bytes
     if need > room:
-        fits = max(1, room // (2 * least))
+        fits = room // (2 * least)
+        smaller = f"set data.window to {fits} shards or fewer, or " if fits else ""
         raise UserError(
             f"the remote shards that are mixed at one time take {need / 2**30:.3g} GiB, data.cache_gib is "
-            f"{room / 2**30:.3g}: set data.window to {fits} shards or fewer, or make the cache larger"
+            f"{room / 2**30:.3g}: {smaller}make the cache larger"
         )

@@ -27,9 +27,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from lomdm_dist.config import ModelConfig
-from lomdm_dist.data.store import Access, Store
+from lomdm_dist.data.store import Access, Damaged, Store
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256
+from lomdm_dist.files import sha256, write_atomically
 
 MANIFEST, FORMAT = "manifest.json", 2
 SEQUENCES_A_MEMBER = 256
@@ -139,7 +139,7 @@ class Manifest(BaseModel):
 
     def write(self, folder: Path) -> None:
         signed = self.model_copy(update={"sha256": self.checksum()})
-        (folder / MANIFEST).write_text(signed.model_dump_json(indent=1) + "\n")
+        write_atomically(folder / MANIFEST, signed.model_dump_json(indent=1) + "\n")
 
 
 class ShardWriter:
@@ -327,9 +327,11 @@ class ShardSet:
 
     def fetch(self, number: int) -> None:
         """Bring a remote shard into the cache ahead of its use."""
-        if self.store.remote:
-            shard = self.manifest.shards[number]
-            self.store.open(shard.name, shard.sha256, shard.bytes).close()
+        shard = self.manifest.shards[number]
+        self.store.open(shard.name, shard.sha256, shard.bytes).close()
+
+    def is_cached(self, number: int) -> bool:
+        return self.store.is_cached(self.manifest.shards[number].sha256)
 
     def _shard(self, number: int) -> tuple[np.ndarray, int]:
         """The bytes of a shard, mapped, and the address of the map."""
@@ -337,7 +339,13 @@ class ShardSet:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
-        raw = self._map(number)
+        try:
+            raw = self._map(number)
+        except BadShard:
+            if not self.store.remote:
+                raise
+            self.store.forget(self.manifest.shards[number].sha256)  # the copy may be at fault
+            raw = self._map(number)
         mapped = raw, raw.__array_interface__["data"][0]
         with self._lock:
             self._open[number] = mapped
@@ -364,9 +372,7 @@ class ShardSet:
                 self._check_header(number, raw)
                 if self.access.verify == "checksum":
                     self._check_once(number, raw, file)
-        except BadShard:
-            raise
-        except UserError as error:  # of the store: unreachable, or not what its manifest lists
+        except Damaged as error:
             raise BadShard(str(error), number) from None
         except (OSError, ValueError) as error:
             raise self._bad(number, f"cannot be read: {error}") from None
@@ -376,16 +382,10 @@ class ShardSet:
         shard, index = self.manifest.shards[number], self.manifest.index
         if len(raw) != shard.bytes or index.offsets(np.array(shard.sequences - 1)) >= len(raw):
             raise self._bad(number, f"has {len(raw)} bytes, its manifest says {shard.bytes}")
-        header = io.BytesIO(raw[TAR_BLOCK : index.first].tobytes())
-        try:
-            np.lib.format.read_magic(header)
-            (_, length), _, dtype = np.lib.format.read_array_header_1_0(header)
-        except (ValueError, TypeError):
-            raise self._bad(number, "is no shard of token blocks") from None
-        if (length, dtype) != (self.length, self.dtype):
-            raise self._bad(
-                number, f"has {dtype} sequences of {length}, its manifest says {self.dtype} of {self.length}"
-            )
+        rows = min(index.sequences_a_member, shard.sequences)
+        found = raw[TAR_BLOCK : index.first].tobytes()
+        if found != _npy_header(rows, self.length, self.dtype):
+            raise self._bad(number, _describe(found, self.length, self.dtype))
 
     def _check_once(self, number: int, raw: np.ndarray, file) -> None:
         """Checksum and ids; a file that this machine has found good is not read again."""
@@ -413,6 +413,30 @@ class ShardSet:
         return BadShard(f"shard {name} {what}: prepare the data again, or copy it anew", number)
 
 
+def _npy_header(rows: int, length: int, dtype: np.dtype) -> bytes:
+    buffer = io.BytesIO()
+    facts = {"descr": dtype.str, "fortran_order": False, "shape": (rows, length)}
+    np.lib.format.write_array_header_1_0(buffer, facts)
+    return buffer.getvalue()
+
+
+_parsing = threading.Lock()  # Python's parser, which numpy reads headers with, is not safe in threads
+
+
+def _describe(header: bytes, length: int, dtype: np.dtype) -> str:
+    """What is wrong with the first member of a shard."""
+    file = io.BytesIO(header)
+    try:
+        with _parsing:
+            np.lib.format.read_magic(file)
+            (_, found), _, of = np.lib.format.read_array_header_1_0(file)
+    except (ValueError, TypeError):
+        return "is no shard of token blocks"
+    if (found, of) == (length, dtype):
+        return "has other blocks than its manifest says"
+    return f"has {of} sequences of {found}, its manifest says {dtype} of {length}"
+
+
 def _address(mapped: tuple[np.ndarray, int]) -> int:
     return mapped[1]
 
@@ -431,11 +455,17 @@ def read_manifest(folder: Path) -> Manifest:
 def _parse_manifest(store: Store) -> Manifest:
     where = store.name_of(MANIFEST)
     try:
-        return Manifest.model_validate_json(store.read(MANIFEST))
+        manifest = Manifest.model_validate_json(store.read(MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(
-            f"no token shards in {store.location} (no {MANIFEST}); make them with `lomdm prepare`"
-        ) from None
+        splits = sorted(path.parent.name for path in Path(store.location).glob(f"*/{MANIFEST}"))
+        hint = (
+            f"it holds the splits {', '.join(splits)}: give one, {store.location}/{splits[0]}"
+            if splits
+            else ("make them with `lomdm prepare`")
+        )
+        raise UserError(f"no token shards in {store.location} (no {MANIFEST}); {hint}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {where}: {error.strerror}") from None
     except ValidationError as error:
         problem = error.errors()[0]
         if any(p["loc"] == ("format",) for p in error.errors()):
@@ -444,6 +474,9 @@ def _parse_manifest(store: Store) -> Manifest:
             ) from None
         place = ".".join(map(str, problem["loc"]))
         raise UserError(f"{where} is damaged ({place} {problem['msg']}): prepare the data again") from None
+    if not manifest.sha256:
+        raise UserError(f"{where} is damaged (it has no sha256): prepare the data again")
+    return manifest
 
 
 def check_model_fits(shards: ShardSet, model: ModelConfig) -> None:

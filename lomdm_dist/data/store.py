@@ -9,6 +9,7 @@ that it is whole. The cache is bounded; what was used longest ago goes first.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -27,10 +28,11 @@ import fsspec
 from lomdm_dist.errors import UserError
 
 PIPE, PLACE = "pipe:", "{}"
-TRIES = 3
-SECONDS_BETWEEN = 1.0
+TRIES = 5
+SECONDS_BETWEEN = 1.0  # the first two tries; then twice as long each time
 SECONDS_TO_CONNECT, SECONDS_OF_SILENCE = 20, 60
 BLOCK = 2**20
+LARGEST_SMALL_FILE = 2**30  # a manifest, a file of a tokenizer
 STALE_SECONDS = 3600
 
 
@@ -76,10 +78,14 @@ def _known_good(folder: Path) -> set[str]:
     with _good_lock:
         if folder not in _good:
             try:
-                _good[folder] = set((folder / "verified.txt").read_text().splitlines())
+                _good[folder] = set((folder / "verified.txt").read_text(errors="replace").splitlines())
             except OSError:
                 _good[folder] = set()
         return _good[folder]
+
+
+class Damaged(UserError):
+    """A remote file that is not there, or not what its manifest lists: no trouble of the way to it."""
 
 
 def is_remote(location: str) -> bool:
@@ -102,14 +108,14 @@ class Store:
             name = self.location.removeprefix(PIPE).replace(PLACE, file)
         else:
             name = f"{self.location.rstrip('/')}/{file}"
-        return re.sub(r"[^/\s]+/\.\./", "", name)
+        return re.sub(r"(?<=[^/]/)[^/]+/\.\./", "", name)
 
     def read(self, file: str) -> bytes:
         """A small file, whole."""
         if not self.remote:
             return Path(self.location, file).read_bytes()
         with tempfile.TemporaryFile() as copy:
-            self._fetch(file, copy)
+            self._fetch(file, copy, LARGEST_SMALL_FILE)
             copy.seek(0)
             return copy.read()
 
@@ -117,7 +123,18 @@ class Store:
         """A shard, open for reading; a remote one is brought into the cache first."""
         if not self.remote:
             return open(Path(self.location, file), "rb")
-        return _cached(self.access, sha256, size, lambda copy: self._fetch(file, copy), self.name_of(file))
+
+        def fetch(copy: BinaryIO) -> None:
+            self._fetch(file, copy, size, sha256)
+
+        return _cached(self.access, sha256, size, fetch)
+
+    def is_cached(self, sha256: str) -> bool:
+        return (self.access.folder / "shards" / f"{sha256}.tar").exists()
+
+    def forget(self, sha256: str) -> None:
+        """Take a shard out of the cache, where it was damaged."""
+        (self.access.folder / "shards" / f"{sha256}.tar").unlink(missing_ok=True)
 
     def tokenizer_folder(self, files: list[str]) -> Path:
         if not self.remote:
@@ -132,29 +149,33 @@ class Store:
             partial.rename(folder / file)
         return folder
 
-    def _fetch(self, file: str, copy: BinaryIO) -> None:
-        """Copy a remote file, with a few tries."""
+    def _fetch(self, file: str, copy: BinaryIO, most: int, sha256: str | None = None) -> None:
+        """Copy a remote file of at most so many bytes, with a few tries. UserError, Damaged."""
         name = self.name_of(file)
         for attempt in range(1, TRIES + 1):
             copy.seek(0)
             try:
                 if self.location.startswith(PIPE):
-                    _run(name, copy)
+                    _run(name, copy, most)
                 else:
-                    _download(name, copy)
+                    _download(name, copy, most)
                 copy.truncate(_position(copy))
-                return
+                if sha256 is None or _sha256(copy) == sha256:
+                    return
+                reason, damaged = "it is not what its manifest lists: its checksum differs", True
             except ImportError as error:
                 hint = "pip install 'lomdm_dist[remote]'"
                 raise UserError(f"cannot read {name}: {error} ({hint})") from None
             except Exception as error:  # each file system has its own kinds
                 if isinstance(error, FileNotFoundError) and error.__cause__:
                     error = error.__cause__  # fsspec says "not found" of a host out of reach, too
-                absent = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 404
-                reason = "it is not there" if absent else _in_a_line(error)
-            if attempt == TRIES or absent:
-                raise UserError(f"cannot read {name}: {reason}")
-            time.sleep(SECONDS_BETWEEN * attempt)
+                damaged = isinstance(error, FileNotFoundError) or getattr(error, "status", None) == 404
+                reason = "it is not there" if damaged else _in_a_line(error)
+                if damaged or getattr(error, "errno", None) == errno.ENOSPC:
+                    attempt = TRIES  # asking again will not help
+            if attempt == TRIES:
+                raise (Damaged if damaged else UserError)(f"cannot read {name}: {reason}")
+            time.sleep(SECONDS_BETWEEN * 2 ** (attempt - 1))
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -167,7 +188,13 @@ def _position(copy: BinaryIO) -> int:
     return os.lseek(copy.fileno(), 0, os.SEEK_CUR)
 
 
-def _download(url: str, copy: BinaryIO) -> None:
+def _sha256(copy: BinaryIO) -> str:
+    copy.flush()
+    copy.seek(0)
+    return hashlib.file_digest(copy, "sha256").hexdigest()
+
+
+def _download(url: str, copy: BinaryIO, most: int) -> None:
     options = {}
     if url.startswith("http"):
         import aiohttp
@@ -179,9 +206,15 @@ def _download(url: str, copy: BinaryIO) -> None:
     with fsspec.open(url, "rb", **options) as remote:
         while block := remote.read(BLOCK):
             copy.write(block)
+            _check_size(copy.tell(), most)
 
 
-def _run(command: str, copy: BinaryIO) -> None:
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise OSError(f"it has more than the {most:,} bytes that it should have")
+
+
+def _run(command: str, copy: BinaryIO, most: int) -> None:
     """Run a shell command and keep what it prints. OSError where it fails or falls silent."""
     process = subprocess.Popen(
         command,
@@ -192,15 +225,19 @@ def _run(command: str, copy: BinaryIO) -> None:
         start_new_session=True,
     )
     try:
-        before = -1
-        while (size := _position(copy)) != before:
-            before = size
+        before, since = -1, time.monotonic()
+        while time.monotonic() - since < SECONDS_OF_SILENCE:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                _, said = process.communicate(timeout=SECONDS_OF_SILENCE)
+                _, said = process.communicate(timeout=min(1, SECONDS_OF_SILENCE))
+                _check_size(_position(copy), most)
                 if process.returncode:
                     last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
                     raise OSError(f"the command ended with status {process.returncode}: {last[0]}")
                 return
+            size = _position(copy)
+            _check_size(size, most)
+            if size != before:
+                before, since = size, time.monotonic()
         raise OSError(f"the command printed nothing for {SECONDS_OF_SILENCE} seconds")
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -208,32 +245,31 @@ def _run(command: str, copy: BinaryIO) -> None:
         process.wait()
 
 
-def _cached(access: Access, sha256: str, size: int, fetch, name: str) -> BinaryIO:
+def _cached(access: Access, sha256: str, size: int, fetch) -> BinaryIO:
     """The file with this checksum from the cache, fetched where it is not there. One process fetches it."""
     folder = access.folder / "shards"
+    path = folder / f"{sha256}.tar"
+    partial = path.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_size == size:
+                    os.utime(path)  # used last now
+                    return open(path, "rb")
+            try:
+                with open(partial, "w+b") as copy:
+                    _make_room(access, folder, size, copy)
+                    fetch(copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                file = open(partial, "rb")  # noqa: SIM115
+                partial.rename(path)
+                return file
+            finally:
+                partial.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the cache {folder}: {error.strerror}; set data.cache") from None
-    path = folder / f"{sha256}.tar"
-    with _locked(folder / f"{sha256}.lock"):
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # used last now
-            return open(path, "rb")
-        partial = path.with_suffix(".partial")
-        try:
-            with open(partial, "w+b") as copy:
-                _make_room(access, folder, size, copy)
-                fetch(copy)
-                copy.flush()
-                copy.seek(0)
-                if hashlib.file_digest(copy, "sha256").hexdigest() != sha256:
-                    raise UserError(f"{name} is not what its manifest lists: its checksum differs")
-            file = open(partial, "rb")  # noqa: SIM115
-            partial.rename(path)
-            return file
-        finally:
-            partial.unlink(missing_ok=True)
+        raise UserError(f"cannot use the cache {folder}: {error.strerror or error}; set data.cache") from None
 
 
 def _make_room(access: Access, folder: Path, size: int, copy: BinaryIO) -> None:
@@ -255,24 +291,16 @@ def _make_room(access: Access, folder: Path, size: int, copy: BinaryIO) -> None:
         for being_fetched, _, bytes_, path in sorted(files):
             if used + size > access.cache_bytes and not being_fetched:
                 path.unlink(missing_ok=True)
-                path.with_suffix(".lock").unlink(missing_ok=True)
                 used -= bytes_
         copy.truncate(size)
 
 
 @contextlib.contextmanager
 def _locked(path: Path):
-    """Hold a lock file against other processes and threads; the system frees it when a process ends."""
-    while True:
-        with open(path, "a+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # another may have deleted the file between opening and locking: then this lock guards nothing
-            if _is_at(lock, path):
-                yield
-                return
+    """Hold a lock file against other processes and threads; the system frees it when a process ends.
 
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
-    return False
+    Lock files are never deleted: a lock on a deleted file guards nothing.
+    """
+    with open(path, "a+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

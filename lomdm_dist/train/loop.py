@@ -28,6 +28,8 @@ from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metric
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
 from lomdm_dist.train.step import draw_noise, training_loss
 
+STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
+
 
 class StopRequest:
     """Asked by SIGTERM, SIGINT or SIGUSR1, or by the end of the launcher: finish the step, save, exit 75.
@@ -85,7 +87,8 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         return {"steps": start, "loss": None, "tokens": inputs.resumed.progress.tokens, "reused": True}
     if stop_after is not None and stop_after <= start:
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
-    with StopRequest() as stop, run_lock(config.train.run), process_grid() as grid:
+    # a signal that comes before the processes have joined ends this one at once: there is nothing to save
+    with run_lock(config.train.run), process_grid() as grid, StopRequest() as stop:
         run = Run(config, inputs, grid)
         try:
             return run.train(stop, config.train.steps if stop_after is None else stop_after)
@@ -109,6 +112,7 @@ class Run:
             share,
             config.data.workers,
             grid.device,
+            self._while_waiting,
         )
         if grid.first:
             config.save(config.train.run / "config.yaml")
@@ -127,6 +131,7 @@ class Run:
             inputs.resumed.load_engine(self.engine, self.average)
 
     def train(self, stop: StopRequest, stop_after: int) -> dict:
+        self.stop = stop
         train, reporter = self.config.train, self.reporter
         reporter.say(self._heading())
         self.clock, self.logged, self.unlogged = time.perf_counter(), self.progress, Counter()
@@ -185,6 +190,7 @@ class Run:
         self.unlogged.update(sums)
 
     def _log(self) -> None:
+        self._gather_bad_shards()
         now, steps = time.perf_counter(), self.progress.step - self.logged.step
         metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
@@ -193,12 +199,25 @@ class Run:
 
     def _rows(self) -> Rows:
         """This rank's part of the next global batch."""
-        asked = time.perf_counter()
+        self.asked = time.perf_counter()
         rows = next(self.batches)
-        self.waited += time.perf_counter() - asked
-        while self.data.complaints:
-            self.reporter.say(self.data.complaints.pop(0))
+        self.waited += time.perf_counter() - self.asked
+        self._say_messages()
         return rows
+
+    def _say_messages(self) -> None:
+        while self.data.messages:
+            self.reporter.say(self.data.messages.pop(0))
+
+    def _while_waiting(self) -> None:
+        """Data that do not come must not hold up a stop. Only a run of one process can still save then."""
+        self._say_messages()
+        if self.stop.asked and time.perf_counter() - self.asked > STUCK_SECONDS:
+            saved = f"saved {self.save()}" if world_size() == 1 else "nothing more was saved"
+            self.reporter.say(
+                f"stopped on request while waiting for data; {saved}; continue with --resume auto"
+            )
+            raise StoppedOnRequest
 
     def _metrics(self, seconds: float) -> dict:
         """What is logged: means over the steps since the last log; grad_norm is the last step's."""
@@ -231,6 +250,13 @@ class Run:
             metrics["replaced_sequences"] = round(self.unlogged["replaced"])
             metrics["bad_shards"] = sum(map(len, self.data.bad))
         return metrics
+
+    def _gather_bad_shards(self) -> None:
+        """What one rank has left out all leave out, and the first one names it."""
+        if self.config.data.on_bad_shard == "skip":
+            for bad in self.grid.gather([dict(bad) for bad in self.data.bad]):  # threads may add to them
+                self.data.leave_out(bad)
+            self._say_messages()
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""

@@ -54,8 +54,10 @@ def test_a_window_mixes_so_many_shards_and_no_more():
             here = shards[epoch * 200 + window * 60 : epoch * 200 + min(200, (window + 1) * 60)]
             assert len(set(here)) == (3 if window < 3 else 1)
             following = epoch * 200 + min(200, (window + 1) * 60)
+            ahead = order.shards_ahead(following - 1)
+            assert len(ahead) == len(set(ahead)) and set(ahead[: len(set(here))]) == set(here)
             if following < 400:
-                assert set(order.next_shards(following - 1)) >= {shards[following]}
+                assert set(ahead) >= {shards[following]}
     assert not np.array_equal(shards[:200], shards[200:])
 
 
@@ -88,6 +90,14 @@ def test_sources_are_mixed_in_exact_proportion(weights, start, count):
     assert np.array_equal(np.bincount(sources, minlength=len(weights)), drawn)
     for n, weight in zip(order.drawn(start), weights, strict=True):
         assert abs(n - start * weight / sum(weights)) < len(weights) + start * 1e-12
+
+
+def test_a_source_of_one_sequence_costs_no_more():
+    """As many permutations as epochs in a chunk, and chunks no longer than its epochs allow."""
+    order = Order([SourceOrder([1], 0), SourceOrder([10**6], 0, source=1)], [0.5, 0.5])
+    assert order._chunk_size == 256
+    sources, indices = order.at(10**9, 1000)
+    assert (sources == 0).sum() == 500 and not indices[sources == 0].any()
 
 
 def test_seven_and_three_tenths_of_ten_thousand():

@@ -161,6 +161,10 @@ def test_all_input_forms_hold_the_same_documents(tmp_path):
         ("a.jsonl", b'{"text": 3}\n', "field 'text' is not text but int"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
         ("a.txt", b"", "this text makes 259 bpe tokens"),
+        ("a.jsonl", b'[{"text": "x"}]\n', "one object a line is wanted"),
+        ("a.tar.zst", b"x", r"this kind of file is not read; give \.txt"),
+        ("a.CSV", b"a,b", r"this kind of file is not read; give \.txt"),
+        ("a.TAR", b"x", "cannot read archive"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_left(tmp_path, name, content, message):
@@ -219,7 +223,7 @@ def test_what_is_reused_is_verified(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"inputs": ("nowhere.txt",)}, "no input file nowhere.txt"),
+        ({"inputs": ("nowhere.txt",)}, "input nowhere.txt does not exist"),
         ({"vocab_size": None}, "give --vocab-size"),
         ({"tokenizer": "nowhere/tokenizer", "vocab_size": None}, "cannot load tokenizer nowhere/tokenizer"),
         ({"length": 1}, "a sequence has 2 to"),
@@ -228,6 +232,7 @@ def test_what_is_reused_is_verified(corpus, tmp_path):
         ({"valid_fraction": 1.5}, "not between 0 and 1"),
         ({"length": 100_000}, "not one whole sequence of 100000 tokens"),
         ({"shard_mib": float("nan")}, "--shard-mib nan: give more than 0"),
+        ({"inputs": (".",)}, "input . is a folder: name its files"),
         ({"recipe": "ptb", "vocab_size": None}, "only `lomdm prepare text` trains one"),
     ],
 )
@@ -421,7 +426,7 @@ def test_sigterm_and_a_full_disk_keep_the_work(many, undisturbed, tmp_path, monk
     ):
         with monkeypatch.context() as patch:
             at_commit(patch, 2, action)
-            with pytest.raises(error, match="unfinished keeps what was done: the same command goes on"):
+            with pytest.raises(error, match="unfinished keeps the finished shards: the same command goes on"):
                 prepare(many, tmp_path / "out", workers=1)
     assert signal.getsignal(signal.SIGTERM) == before
     prepare(many, tmp_path / "out", workers=1)
@@ -467,6 +472,50 @@ def test_unfinished_work_of_another_request_is_left_alone(many, tmp_path, monkey
     assert content(tmp_path / ".out.unfinished") == before
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / prepare_module.STATE).write_bytes(b"junk"),
+        lambda folder: (folder / prepare_module.STATE).write_bytes(
+            (folder / prepare_module.STATE).read_bytes()[:300]
+        ),
+        lambda folder: (folder / "train/00000.tar").unlink(),
+        lambda folder: (folder / "train/00000.tar").write_bytes(b"x" * 10_240),
+    ],
+)
+def test_damaged_unfinished_work_is_named_and_never_published(many, tmp_path, damage):
+    out, folder = tmp_path / "out", tmp_path / ".out.unfinished"
+    kill_at(many, out, "work", "save", 3)
+    damage(folder)
+    with pytest.raises(UserError, match=r"(is damaged .*|is missing or altered): delete "):
+        prepare(many, out, workers=1)
+    assert not out.exists()
+
+
+def test_what_does_not_belong_into_unfinished_work_goes(many, undisturbed, tmp_path):
+    out, folder = tmp_path / "out", tmp_path / ".out.unfinished"
+    kill_at(many, out, "work", "save", 3)
+    (folder / "train/zzz.tar").write_bytes(b"")
+    prepare(many, out, workers=1)
+    assert content(out) == undisturbed
+
+
+def test_validation_files_of_ones_own_and_no_validation(tmp_path, tiny_tokenizer):
+    train = write_jsonl(tmp_path / "train.jsonl", TEXTS[:40])
+    valid = write_jsonl(tmp_path / "valid.jsonl", TEXTS[40:])
+    given = {"tokenizer": tiny_tokenizer, "vocab_size": None, "length": 64, "packing": "padded"}
+    prepare(request(train, valid_inputs=(str(valid),), **given), tmp_path / "both")
+    prepare(request(train, splits=("train",), valid_fraction=0.0, **given), tmp_path / "one")
+    assert texts_of(tmp_path / "both/train") == texts_of(tmp_path / "one/train") == TEXTS[:40]
+    assert texts_of(tmp_path / "both/valid") == TEXTS[40:]
+    assert not (tmp_path / "one/valid").exists()
+    new = request(train, valid_inputs=(str(valid),), length=4)  # a tokenizer is trained on train alone
+    prepare(new, tmp_path / "new")
+    prepare(request(train, splits=("train",), valid_fraction=0.0, length=4), tmp_path / "alone")
+    trained = [(tmp_path / out / "tokenizer/tokenizer.json").read_bytes() for out in ("new", "alone")]
+    assert trained[0] == trained[1]
+
+
 def test_two_at_the_same_time_are_refused(many, undisturbed, tmp_path, monkeypatch):
     def again():
         with pytest.raises(UserError, match="another `lomdm prepare` is at work in"):
@@ -480,7 +529,7 @@ def test_two_at_the_same_time_are_refused(many, undisturbed, tmp_path, monkeypat
 def test_bad_input_after_a_commit_says_where_the_work_lies(many, tmp_path):
     path = Path(many.inputs[0])
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(UserError, match=r"is not JSON: .*; .*\.out\.unfinished keeps what was done"):
+    with pytest.raises(UserError, match=r"is not JSON: .*; .*\.out\.unfinished keeps the finished shards"):
         prepare(many, tmp_path / "out", workers=1)
 
 
@@ -519,9 +568,10 @@ def test_a_zero_shot_recipe_end_to_end(tmp_path, tiny_tokenizer, capsys):
     ]
     main([str(word) for word in [*command, "--json", tmp_path / "r.json", "--splits", "test", "valid"]])
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"prepared {out}: ") and said[1].endswith(
-        f"model.length=8 data.valid={out}/valid"
+    assert said[0].startswith(f"prepared {out}: ") and said[1].startswith(
+        "  valid: 82 sequences, 656 tokens, 30"
     )
+    assert said[3].endswith(f"model.length=8 data.valid={out}/valid")
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["documents"] == 60 and not result["reused"] and result["config"]["recipe"] == "ptb"
     manifest = ShardSet(out / "test").manifest

@@ -122,6 +122,25 @@ def test_sources_must_be_alike(tmp_path, change, message):
         Reader([ShardSet(f) for f in folders])
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_of_the_time_is_told_and_not_waited_for(folder, workers, monkeypatch):
+    """TimeoutError is what an unfinished read looks like, too."""
+    reader = Reader([ShardSet(folder)])
+    monkeypatch.setattr(Reader, "read", lambda *_: (_ for _ in ()).throw(TimeoutError("the disk")))
+    with pytest.raises(TimeoutError, match="the disk"):
+        next(reader.stream(0, 12, 12, workers))
+
+
+def test_the_names_of_sources_do_not_matter_and_their_weights_relatively(tmp_path):
+    a, b = write_shards(tmp_path / "a", [40, 10]), write_shards(tmp_path / "b", [30], first=1000)
+
+    def identity(weights, window=None, first=a):
+        return Reader([ShardSet(first), ShardSet(b)], weights, window=window).identity()
+
+    assert identity([0.7, 0.3]) == identity([7, 3]) == identity([0.7, 0.3], first=tmp_path / "./a")
+    assert len({identity([0.7, 0.3]), identity([0.3, 0.7]), identity([0.7, 0.3], window=1)}) == 3
+
+
 def break_shard(folder, number: int) -> None:
     path = folder / f"{number:05d}.tar"
     data = bytearray(path.read_bytes())
@@ -149,7 +168,7 @@ def test_skipped_sequences_are_replaced_and_counted(folder):
         a for a, b in zip(found, good, strict=True) if b in lost
     ]
     assert rows.replaced == sum(i in lost for i in good) and lost.isdisjoint(found)
-    assert len(reader.complaints) == 1 and "00001.tar was altered" in reader.complaints[0]
+    assert len(reader.messages) == 1 and "00001.tar was altered" in reader.messages[0]
     for ranks, workers in GRIDS:
         assert flat(global_batches(folder, ranks, workers, 0, 12, on_bad_shard="skip")) == found
 
@@ -175,4 +194,4 @@ def test_check_reads_a_share_of_the_shards_and_looks_at_all(folder):
         Reader([ShardSet(folder)]).check(0, 2)
     skipping = Reader([ShardSet(folder)], on_bad_shard="skip")
     skipping.check()
-    assert len(skipping.complaints) == 2
+    assert len(skipping.messages) == 2

@@ -5,8 +5,11 @@ import http.server
 import multiprocessing
 import os
 import socketserver
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -133,37 +136,133 @@ def test_the_next_window_is_fetched_ahead(folder, tmp_path):
             time.sleep(0.01)
 
 
-def bad_shard(place, tmp_path, number: int = 0) -> str:
-    with pytest.raises(BadShard) as error:
+def error_of(place, tmp_path, kind=UserError) -> str:
+    """What reading a sequence of the first shard says."""
+    with pytest.raises(kind) as error:
         ShardSet(place, Access(cache=tmp_path / "cache")).rows(np.array([5]))
-    assert error.value.number == number
+    assert type(error.value) is kind and not list((tmp_path / "cache/shards").glob("*.partial"))
     return str(error.value)
 
 
 def test_what_comes_altered_is_refused_and_not_kept(folder, tmp_path):
     path = folder / "00000.tar"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with served(folder) as (url, _):
-        assert (
-            bad_shard(url, tmp_path)
-            == f"{url}/00000.tar is not what its manifest lists: its checksum differs"
-        )
-    assert not _names(tmp_path / "cache") and not list((tmp_path / "cache/shards").glob("*.partial"))
+    with served(folder) as (url, asked):
+        said = error_of(url, tmp_path, BadShard)
+        assert said == f"cannot read {url}/00000.tar: it is not what its manifest lists: its checksum differs"
+        assert asked.count("/00000.tar") == 2 * store.TRIES  # the copy might have been at fault
+    assert not _names(tmp_path / "cache")
+
+
+def test_what_comes_too_long_is_not_read_to_its_end(folder, tmp_path):
+    def pour(request):
+        if request.path == "/00000.tar":
+            request.send_response(200)
+            request.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(2000):
+                    request.wfile.write(bytes(2**20))
+            return True
+
+    with served(folder, pour) as (url, _):
+        assert "it has more than the 10,240 bytes that it should have" in error_of(url, tmp_path)
+    script = f"case {{}} in *.tar) cat /dev/zero;; *) cat {folder}/{{}};; esac"
+    assert "it has more than the 10,240 bytes" in error_of(f"pipe:{script}", tmp_path)
 
 
 def test_a_missing_file_a_dead_host_and_a_failing_command_are_named(folder, tmp_path):
     (folder / "00000.tar").unlink()
     with served(folder) as (url, asked):
-        assert bad_shard(url, tmp_path) == f"cannot read {url}/00000.tar: it is not there"
-        assert asked.count("/00000.tar") == 1
+        assert error_of(url, tmp_path, BadShard) == f"cannot read {url}/00000.tar: it is not there"
+        assert asked.count("/00000.tar") == 2
     with pytest.raises(UserError, match=rf"cannot read {url}/manifest\.json: Cannot connect"):
         ShardSet(url)
-    message = bad_shard(f"pipe:cat {folder}/{{}}", tmp_path)
+    message = error_of(f"pipe:cat {folder}/{{}}", tmp_path)
     assert "the command ended with status 1: cat:" in message
     with pytest.raises(UserError, match=r"write \{\} where the command takes the file's name"):
         ShardSet("pipe:cat x")
     with pytest.raises(UserError, match=r"cannot read nofs://x/manifest\.json: .*nofs"):
         ShardSet("nofs://x")
+
+
+def test_a_cache_that_cannot_be_used_is_an_error_and_no_bad_shard(folder, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    reader = Reader([ShardSet(f"file://{folder}", Access(cache=tmp_path / "cache"))], on_bad_shard="skip")
+    with pytest.raises(UserError, match=r"cannot use the cache .*; set data\.cache"):
+        reader.read(0, 10)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:1000], lambda data: data[:-1] + b"x", lambda data: b""]
+)
+def test_what_is_damaged_in_the_cache_comes_again(folder, tmp_path, damage):
+    access = Access(cache=tmp_path / "cache")
+    assert all_ids(ShardSet(f"file://{folder}", access)) == list(range(100))
+    for path in (tmp_path / "cache/shards").glob("*.tar"):
+        path.write_bytes(damage(path.read_bytes()))
+    assert all_ids(ShardSet(f"file://{folder}", access)) == list(range(100))
+
+
+def test_threads_and_processes_share_a_cache_that_is_too_small_for_all(tmp_path):
+    """Shards come, go and come again while others read them: never a wrong row."""
+    sizes = [20] * 12
+    place = f"file://{write_shards(tmp_path / 'train', sizes, length=7)}"
+    cache = tmp_path / "cache", 3 * (tmp_path / "train/00000.tar").stat().st_size
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_read_at_random, args=(place, *cache, seed))
+        for seed in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+
+
+def _read_at_random(place, cache, cache_bytes, seed):
+    shards = ShardSet(place, Access(cache=cache, cache_bytes=cache_bytes))
+
+    def read(thread):
+        draws = np.random.default_rng([seed, thread])
+        for _ in range(40):
+            indices = draws.integers(0, len(shards), 6)
+            assert (shards.rows(indices) == indices[:, None]).all()
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        if not all(pool.map(read, range(4))):
+            os._exit(1)
+
+
+def test_garbage_among_the_stamps_is_ignored(folder, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/verified.txt").write_bytes(b"\xff\xfe\n\x00")
+    assert all_ids(ShardSet(folder, Access(cache=tmp_path / "cache"))) == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("location", "tokenizer"),
+    [
+        ("https://host/owt/train", "https://host/owt/tokenizer/f"),
+        ("https://host:80", "https://host:80/../tokenizer/f"),
+        ("pipe:cat '/a b/my train/{}'", "cat '/a b/tokenizer/f'"),
+        ("pipe:ssh host cat train/{}", "ssh host cat train/../tokenizer/f"),
+    ],
+)
+def test_the_tokenizer_lies_beside_the_split(location, tokenizer):
+    assert store.Store(location, Access()).name_of("../tokenizer/f") == tokenizer
+
+
+def test_a_stuck_download_does_not_hold_up_the_end_of_a_process(folder):
+    script = f"case {{}} in *.tar) sleep 1000;; *) cat {folder}/{{}};; esac"
+    code = (
+        "import sys; from lomdm_dist.data.reader import Reader; from lomdm_dist.data.shards import ShardSet\n"
+        "stream = Reader([ShardSet(sys.argv[1])]).stream(0, 4, 4, 2, waiting=lambda: sys.exit(7))\n"
+        "next(stream)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", code, f"pipe:{script}"]
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 7
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(folder, tmp_path):
@@ -191,9 +290,9 @@ def test_silence_ends_with_an_error(folder, tmp_path, monkeypatch):
             return True
 
     with served(folder, fall_silent) as (url, _):
-        assert bad_shard(url, tmp_path).startswith(f"cannot read {url}/00000.tar: ")
+        assert error_of(url, tmp_path).startswith(f"cannot read {url}/00000.tar: ")
     script = f"case {{}} in *.tar) sleep 60;; *) cat {folder}/{{}};; esac"
-    assert "the command printed nothing for 0.3 seconds" in bad_shard(f"pipe:{script}", tmp_path)
+    assert "the command printed nothing for 0.3 seconds" in error_of(f"pipe:{script}", tmp_path)
 
 
 def test_a_machine_checks_a_file_once(folder, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ DAMAGES = {
     ),
     "wrong dtype": (wrong_dtype, r"00001\.tar has uint32 sequences of 16, its manifest says uint16", True),
     "empty file": (lambda f: (f / "00001.tar").write_bytes(b""), r"00001\.tar has 0 bytes", True),
-    "unreadable URL": (unreadable, r"cannot read cat .*00001\.tar: the command ended with status 1", True),
+    "unreadable URL": (unreadable, r"cannot read cat .*00001\.tar: the command ended with status 1", False),
     "two tokenizers": (other_tokenizer, "were made with different tokenizers", False),
     "id beyond the vocabulary": (beyond_the_vocabulary, r"00001\.tar holds ids that are not text", True),
 }
@@ -143,7 +143,7 @@ def test_what_two_ranks_say(kind, on_bad_shard, base, train, tmp_path, monkeypat
             reader = open_inputs(config, None).train
             half = (len(reader) + 1) // 2
             replaced += reader.read(rank * half, half).replaced
-            complaints += reader.complaints
+            complaints += reader.messages
         except UserError as error:
             said.append(str(error))
     if on_bad_shard == "error" or not can_skip:
