@@ -4,7 +4,9 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,11 @@ import pytest
 
 from lomdm_dist.config import load_config
 from lomdm_dist.data import store
+from lomdm_dist.data.order import SourceOrder
 from lomdm_dist.data.shards import Manifest, ShardSet, ShardWriter
 from lomdm_dist.errors import UserError
 from lomdm_dist.train.inputs import open_inputs
-from tests.distributed.runs import curve, finish, start
+from tests.distributed.runs import curve, finish, start, wait_for
 
 SHARDS = 4
 
@@ -153,6 +156,25 @@ def test_what_two_ranks_say(kind, on_bad_shard, base, train, tmp_path, monkeypat
         if kind != "extra shard":
             lost = ShardSet(train).manifest.shards[1].sequences
             assert abs(replaced - lost) <= 1 and all(re.search(message, c) for c in complaints) and complaints
+
+
+@pytest.mark.slow
+def test_a_stop_does_not_wait_for_data_that_do_not_come(base, train, tmp_path):
+    """One shard a window, and the last of them never comes: the steps before are saved."""
+    script = tmp_path / "slow.sh"
+    order = SourceOrder([s.sequences for s in ShardSet(train).manifest.shards], seed=0, window=1)
+    last = int(order.at(len(ShardSet(train)) - 1, 1)[0] // ShardSet(train).manifest.shards[0].sequences)
+    script.write_text(f"case $1 in {last:05d}.tar) sleep 1000;; *) cat {train}/$1;; esac")
+    run = tmp_path / "run"
+    options = [f"data.train=pipe:sh {script} {{}}", f"data.valid={train.parent / 'valid'}", "data.window=1"]
+    process = start(1, *base, *options, f"train.run={run}", f"data.cache={tmp_path / 'cache'}")
+    wait_for(run / "metrics.jsonl", '"step": 2,', process)
+    time.sleep(20)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process, expect=75)
+    done = max(curve(run))
+    assert "stopped on request while waiting for data; saved" in said
+    assert (run / "latest").read_text() == f"step-{done}\n"
 
 
 REAL = [("flipped byte", "skip"), ("unreadable URL", "error")]

@@ -6,6 +6,7 @@ import signal
 import psutil
 import pytest
 
+from lomdm_dist.data.shards import ShardSet
 from tests.distributed.runs import assert_same, curve, finish, start, wait_for
 
 
@@ -22,6 +23,13 @@ def test_one_process_has_the_losses_of_two(tmp_path, base, whole_run):
     finish(start(1, *base, "train.steps=10", f"train.run={run}"))
     ours, theirs = curve(run), curve(whole_run)
     assert all(abs(ours[step] - theirs[step]) < 1e-4 for step in range(1, 11))
+
+
+def test_the_data_are_counted(whole_run, tiny_data):
+    size = len(ShardSet(tiny_data / "train"))
+    sequences, epochs = curve(whole_run, "sequences"), curve(whole_run, "epoch")
+    assert all(epochs[step] * size == pytest.approx(sequences[step]) for step in range(1, 26))
+    assert all(waited >= 0 for waited in curve(whole_run, "data_seconds").values())
 
 
 def test_losses_move(whole_run):
