@@ -83,8 +83,10 @@ def prepare(corpus: Path, tokenizer: str, length: int, out: Path, workers: int, 
         saved = state.stat().st_mtime_ns if state.exists() else 0
         options = {"env": environment(1), "stdout": subprocess.DEVNULL, "start_new_session": True}
         process = subprocess.Popen(list(map(str, command)), **options)
+        next_look = time.perf_counter()
         while process.poll() is None:
-            peak = max(peak, memory(process.pid))
+            if time.perf_counter() > next_look:  # looking takes the time of a core, so not too often
+                peak, next_look = max(peak, memory(process.pid)), time.perf_counter() + 2
             if round_ < kills and state.exists() and state.stat().st_mtime_ns != saved:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -24,20 +24,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from lomdm_dist import __version__
 from lomdm_dist.data.documents import HUB, Meter, clean_unicode, count_hub, read_any
-from lomdm_dist.data.encode import Encoded, Encoding, available_cores, encode_in_order, in_valid
+from lomdm_dist.data.encode import Encoding, available_cores, encode_in_order, in_valid
 from lomdm_dist.data.inspect import REQUEST, check_shard_mib, verify
+from lomdm_dist.data.pack import STATE, DamagedWork, Work
 from lomdm_dist.data.recipes import RECIPES, files_by_split, read
 from lomdm_dist.data.shards import (
     MANIFEST,
     SHARD_MIB,
-    Shard,
-    ShardWriter,
-    TokenizerFacts,
     read_manifest,
     token_dtype,
 )
@@ -46,16 +43,12 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.files import sha256, write_atomically
 
 TEXT, TRAIN_AND_VALID = "text", ("train", "valid")
-STATE, LOCK = ".state.npz", ".lock"  # what is hidden does not go into OUT
+LOCK = ".lock"  # what is hidden does not go into OUT
 LONGEST, LARGEST_VOCABULARY, MOST_WORKERS = 2**20, 2**24, 1024
 # A batch is so small that many fit into memory, and so large that handing it over costs nothing.
 LETTERS_A_BATCH, DOCUMENTS_A_BATCH = 10**6, 8192
 
 Files = dict[str, list[str]]  # what is read for each split, for TEXT of a plain request, in order
-
-
-class DamagedWork(UserError):
-    """An unfinished folder that cannot be gone on with."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +242,40 @@ def _make(request: Request, files: Files, folder: Path, workers: int) -> None:
         never["padding"] = facts.pad_id
     dtype = token_dtype(facts.vocab_size)
     definition = tokenizer.backend_tokenizer.to_str()
-    work = _Work(request, facts, folder)
+    work = Work(folder, request.splits, request.length, request.packing, request.shard_mib, facts)
     if work.documents_in_all is None and (count := _count(request, files)):
         work.documents_in_all = count
         work.save()
     encoding = Encoding(definition, dtype, facts.eos_id, never, request.hashed_fraction)
-    work.encode(files, encoding, workers)
-    work.close(sorted(path.name for path in (folder / "tokenizer").iterdir()))
+    _encode(request, files, encoding, workers, work)
+    recipe = RECIPES.get(request.recipe)
+    official = {name: recipe.splits[name].official if recipe else name for name in request.splits}
+    work.close(request.recipe, official, sorted(path.name for path in (folder / "tokenizer").iterdir()))
+
+
+def _encode(request: Request, files: Files, encoding: Encoding, workers: int, work: Work) -> None:
+    """Read, encode and pack all documents that were not packed before."""
+    meter, size, tokens = Meter(), _size(files), 0
+    documents = read_documents(request, files, meter, work.documents_in_all)
+    if work.documents:
+        tqdm.write(f"going on: {work.documents:,} documents were packed before", file=sys.stderr)
+        for _ in _watched("skip", itertools.islice(documents, work.documents), meter, files):
+            pass
+    results = encode_in_order(_batches(documents), encoding, workers)
+    unit = "B" if size else " tokens"
+    with (
+        contextlib.closing(results),
+        tqdm(desc="prepare", total=size, unit=unit, unit_scale=True, disable=None) as bar,
+    ):
+        for split, encoded in results:
+            work.add(split, encoded)
+            tokens += len(encoded.ids)
+            bar.update(meter.bytes - bar.n if size else len(encoded.ids))
+            if size and not bar.disable:
+                rate = tokens / max(bar.format_dict["elapsed"], 1e-3)
+                bar.set_postfix_str(
+                    f"{tqdm.format_sizeof(tokens)} tokens, {tqdm.format_sizeof(rate)} tokens/s", False
+                )
 
 
 def _tokenizer(request: Request, files: Files, folder: Path):
@@ -359,179 +379,3 @@ def _batches(documents: Iterable[tuple[str | None, str]]) -> Iterator[tuple[str 
                 batch, letters = [], 0
         if batch:
             yield split, batch
-
-
-class _Work:
-    """The shards of all splits, and how far they are: taken up from the folder's state if it has one."""
-
-    def __init__(self, request: Request, facts: TokenizerFacts, folder: Path):
-        self.request, self.facts, self.folder = request, facts, folder
-        self.documents = 0  # that were packed
-        self.documents_in_all: int | None = None
-        self.splits = {
-            name: _Split(
-                ShardWriter(folder / name, request.length, facts.vocab_size, request.shard_mib),
-                request.packing,
-                facts,
-            )
-            for name in request.splits
-        }
-        if (folder / STATE).exists():
-            self._load()
-
-    def encode(self, files: Files, encoding: Encoding, workers: int) -> None:
-        """Read, encode and pack all documents that were not packed before."""
-        meter, size, tokens = Meter(), _size(files), 0
-        documents = read_documents(self.request, files, meter, self.documents_in_all)
-        if self.documents:
-            tqdm.write(f"going on: {self.documents:,} documents were packed before", file=sys.stderr)
-            for _ in _watched("skip", itertools.islice(documents, self.documents), meter, files):
-                pass
-        results = encode_in_order(_batches(documents), encoding, workers)
-        unit = "B" if size else " tokens"
-        with (
-            contextlib.closing(results),
-            tqdm(desc="prepare", total=size, unit=unit, unit_scale=True, disable=None) as bar,
-        ):
-            for split, encoded in results:
-                self._pack(split, encoded)
-                tokens += len(encoded.ids)
-                bar.update(meter.bytes - bar.n if size else len(encoded.ids))
-                if size and not bar.disable:
-                    rate = tokens / max(bar.format_dict["elapsed"], 1e-3)
-                    bar.set_postfix_str(
-                        f"{tqdm.format_sizeof(tokens)} tokens, {tqdm.format_sizeof(rate)} tokens/s", False
-                    )
-
-    def _pack(self, split: str | None, encoded: Encoded) -> None:
-        if encoded.refused:
-            document, name, beginning = encoded.refused
-            token = {"mask": self.facts.mask_id, "EOS": self.facts.eos_id, "padding": self.facts.pad_id}[name]
-            raise UserError(
-                f"the tokenizer's {name} token (id {token}) is also text: document "
-                f"{self.documents + document + 1} of the input, which begins {beginning!r}, holds it; "
-                "use a tokenizer where they differ"
-            )
-        before = self._shards()
-        if split is not None:
-            self.splits[split].add(encoded.ids, encoded.lengths)
-        else:
-            valid = np.repeat(encoded.valid, encoded.lengths)
-            self.splits["train"].add(encoded.ids[~valid], encoded.lengths[~encoded.valid])
-            if "valid" in self.splits:
-                self.splits["valid"].add(encoded.ids[valid], encoded.lengths[encoded.valid])
-        self.documents += len(encoded.lengths)
-        if self._shards() != before:
-            self.save()
-
-    def _shards(self) -> int:
-        return sum(len(split.writer.shards) for split in self.splits.values())
-
-    def save(self) -> None:
-        """Record how far the work is; what it speaks of is on the disk before."""
-        facts, arrays = {"documents": self.documents, "documents_in_all": self.documents_in_all}, {}
-        for name, split in self.splits.items():
-            for shard in split.writer.shards[split.saved :]:
-                with open(split.writer.folder / shard.name, "rb") as file:
-                    os.fsync(file.fileno())
-            split.saved = len(split.writer.shards)
-            shards = [shard.model_dump() for shard in split.writer.shards]
-            facts[name] = {"documents": split.documents, "tokens": split.tokens, "shards": shards}
-            arrays |= {f"{name}_rest": split.rest, f"{name}_pending": split.writer.pending}
-        partial = self.folder / f"{STATE}.partial"
-        with open(partial, "wb") as file:
-            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self.folder / STATE)
-
-    def _load(self) -> None:
-        """Raises DamagedWork where the state, or a shard that it speaks of, is not whole."""
-        try:
-            self._load_state()
-        except Exception as error:  # whatever a foreign or cut file makes numpy and json raise
-            reason = f"{type(error).__name__}: {error}"
-            raise DamagedWork(f"the work in {self.folder} is damaged ({reason}): delete it") from None
-        for split in self.splits.values():
-            listed = {shard.name: shard for shard in split.writer.shards}
-            for path in split.writer.folder.glob("*.tar"):
-                if path.name not in listed:
-                    path.unlink()  # written after the state, and again now
-            for name, shard in listed.items():
-                path = split.writer.folder / name
-                if not path.is_file() or sha256(path) != shard.sha256:
-                    raise DamagedWork(f"{path} is missing or altered: delete {self.folder}")
-
-    def _load_state(self) -> None:
-        with np.load(self.folder / STATE) as state:
-            facts = json.loads(str(state["facts"]))
-            self.documents, self.documents_in_all = facts["documents"], facts["documents_in_all"]
-            for name, split in self.splits.items():
-                split.documents, split.tokens = facts[name]["documents"], facts[name]["tokens"]
-                split.rest = state[f"{name}_rest"]
-                shards = [Shard(**shard) for shard in facts[name]["shards"]]
-                split.writer.go_on(shards, state[f"{name}_pending"])
-                split.saved = len(shards)
-
-    def close(self, tokenizer_files: list[str]) -> None:
-        """Write the last shards and the manifests. UserError where a split has no sequence."""
-        for name, split in self.splits.items():
-            if not split.writer.sequences:
-                fraction = " or another --valid-fraction" if self.request.recipe == TEXT else ""
-                raise UserError(
-                    f"the {name} split has {split.documents} documents and not one whole sequence of "
-                    f"{self.request.length} tokens; give more text, a smaller --length{fraction}"
-                )
-        recipe = self.request.recipe
-        for name, split in self.splits.items():
-            split.writer.close(
-                version=__version__,
-                recipe=recipe,
-                split=name,
-                official_split=name if recipe == TEXT else RECIPES[recipe].splits[name].official,
-                packing=self.request.packing,
-                tokenizer=self.facts,
-                tokenizer_files=tokenizer_files,
-                tokens=split.tokens,
-                documents=split.documents,
-                dropped_documents=int((split.rest == self.facts.eos_id).sum()),
-                dropped_tokens=len(split.rest),
-            )
-
-
-class _Split:
-    """Packs the documents of one split into sequences.
-
-    packed: documents one after the other, EOS after each, cut every `length`; the last incomplete
-    sequence is dropped and counted. padded: a sequence holds one document (a long one is cut into
-    several), EOS at its end, then padding.
-    """
-
-    def __init__(self, writer: ShardWriter, packing: str, facts: TokenizerFacts):
-        self.writer, self.pad_id = writer, facts.pad_id
-        self.padded = packing == "padded"
-        self.rest = np.empty(0, writer.dtype)
-        self.documents = self.tokens = self.saved = 0  # saved: shards that the state speaks of
-
-    def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Documents in a row: their ids, EOS at the end of each, and their lengths."""
-        self.documents += len(lengths)
-        if self.padded:
-            rows = pad(ids, lengths, self.writer.length, self.pad_id)
-            self.tokens += len(ids)
-        else:
-            stream = np.concatenate([self.rest, ids])
-            whole = len(stream) - len(stream) % self.writer.length
-            rows, self.rest = stream[:whole].reshape(-1, self.writer.length), stream[whole:].copy()
-            self.tokens += whole
-        if len(rows):
-            self.writer.add(rows)
-
-
-def pad(ids: np.ndarray, lengths: np.ndarray, length: int, pad_id: int) -> np.ndarray:
-    """Each document from the beginning of a row of its own on: [rows, length]."""
-    rows = -(-lengths // length)
-    shift = (np.cumsum(rows) - rows) * length - (np.cumsum(lengths) - lengths)
-    out = np.full(rows.sum() * length, pad_id, ids.dtype)
-    out[np.arange(len(ids)) + np.repeat(shift, lengths)] = ids
-    return out.reshape(-1, length)

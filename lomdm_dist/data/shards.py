@@ -226,9 +226,9 @@ class BadShard(UserError):
 class ShardSet:
     """Random access to all sequences of a shard folder, local or remote, as one array [sequences, length].
 
-    Opening it reads the manifest and, of a local folder, looks at the names and sizes of the files. A
-    shard's content is checked when it is first opened: its checksum, and that its ids are text (both
-    left out where `access.verify` is "size"). Threads may share one. Raises UserError and BadShard.
+    Opening it reads the manifest. A shard's content is checked when it is first read: its checksum, and
+    that its ids are text (both left out where `access.verify` is "size"); `check` does so before. Threads
+    may share one. Raises UserError and BadShard.
     """
 
     def __init__(self, location: str | Path, access: Access | None = None):
@@ -243,6 +243,8 @@ class ShardSet:
         index = self.manifest.index
         # every sequence of every map lies at a multiple of this: maps begin at pages
         self._unit = math.gcd(mmap.PAGESIZE, index.first, index.member_bytes, index.sequence_bytes)
+        gap = index.member_bytes - index.sequences_a_member * index.sequence_bytes
+        self._units = tuple(size // self._unit for size in (index.first, index.sequence_bytes, gap))
         self._open: OrderedDict[int, tuple[np.ndarray, int]] = OrderedDict()
         largest = max(shard.bytes for shard in self.manifest.shards)
         self._most_open = min(MOST_OPEN, max(1, self.access.cache_bytes // largest))
@@ -270,13 +272,14 @@ class ShardSet:
         shards = self.shard_of(indices)
         used = np.flatnonzero(np.bincount(shards))
         maps = [self._shard(int(number)) for number in used]
-        addresses = np.zeros(used[-1] + 1, dtype=np.int64)
-        addresses[used] = [address for _, address in maps]
         lowest, highest = min(maps, key=_address), max(maps, key=_address)
-        offsets = self.manifest.index.offsets(indices - self._starts[shards])
-        everything = self._everything(lowest, highest)
-        rows = everything[(addresses[shards] - lowest[1] + offsets) // self._unit]
-        return rows.view(self.dtype).reshape(len(indices), self.length)
+        first, a_row, a_gap = self._units
+        begin = np.zeros(used[-1] + 1, dtype=np.int64)  # of each shard's sequences, in units
+        begin[used] = [(address - lowest[1]) // self._unit + first for _, address in maps]
+        row = indices - self._starts[shards]
+        # the index's formula, with one division only: each member before adds the gap between two blocks
+        places = begin[shards] + row * a_row + row // self.manifest.index.sequences_a_member * a_gap
+        return self._everything(lowest, highest)[places].view(self.dtype).reshape(len(indices), self.length)
 
     def shard_of(self, indices: np.ndarray) -> np.ndarray:
         """Numbers of the shards that sequences lie in."""

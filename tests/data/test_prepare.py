@@ -18,7 +18,8 @@ from lomdm_dist.cli import main
 from lomdm_dist.data import prepare as prepare_module
 from lomdm_dist.data.documents import Meter
 from lomdm_dist.data.encode import in_valid
-from lomdm_dist.data.prepare import Request, pad, prepare, read_documents
+from lomdm_dist.data.pack import pad
+from lomdm_dist.data.prepare import Request, prepare, read_documents
 from lomdm_dist.data.recipes import RECIPES
 from lomdm_dist.data.shards import Manifest, ShardSet
 from lomdm_dist.data.tokenizer import encode, load_tokenizer, open_tokenizer, train_tokenizer
@@ -326,7 +327,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def at_commit(monkeypatch, number: int, action) -> None:
     """Do something right after a commit."""
-    save, commits = prepare_module._Work.save, []
+    save, commits = prepare_module.Work.save, []
 
     def save_and_act(work):
         save(work)
@@ -334,7 +335,7 @@ def at_commit(monkeypatch, number: int, action) -> None:
         if len(commits) == number:
             action()
 
-    monkeypatch.setattr(prepare_module._Work, "save", save_and_act)
+    monkeypatch.setattr(prepare_module.Work, "save", save_and_act)
 
 
 def test_any_number_of_workers_gives_the_same_bytes(many, undisturbed, tmp_path):
@@ -349,7 +350,7 @@ from lomdm_dist.data import prepare as module
 from lomdm_dist.data.shards import ShardWriter
 
 request, out, owner, name, number = eval(sys.argv[1], vars(module)), *sys.argv[2:]
-owner, times = {"work": module._Work, "writer": ShardWriter}[owner], []
+owner, times = {"work": module.Work, "writer": ShardWriter}[owner], []
 original = getattr(owner, name)
 
 def and_kill(*arguments):
