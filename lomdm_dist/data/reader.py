@@ -86,7 +86,7 @@ class Reader:
         _check_cache(sources, orders)
         self.order = Order(orders, self.weights)
         self.bad: list[dict[int, str]] = [{} for _ in sources]  # shards that are left out, and why
-        self.messages: list[str] = []  # for the user to read
+        self.messages: list[str] = []  # for the user to read: what is being fetched
         self._fetched: dict[int, list[int]] = {}  # shards on their way, by source
 
     def __len__(self) -> int:
@@ -211,16 +211,10 @@ class Reader:
     def _note(self, number: int, error: BadShard) -> None:
         if self.on_bad_shard == "error":
             raise error
-        self.leave_out([{error.number: str(error)} if n == number else {} for n in range(len(self.sources))])
-
-    def leave_out(self, bad: list[dict[int, str]]) -> None:
-        """Shards of each source not to be read, and why. UserError where a source has no other."""
-        for source, known, more in zip(self.sources, self.bad, bad, strict=True):
-            for number in sorted(more.keys() - known.keys()):
-                known[number] = more[number]
-                self.messages.append(f"left out: {more[number]}")
-            if len(known) == len(source.manifest.shards):
-                raise UserError(f"no shard of {source} can be used; the last one: {known[max(known)]}")
+        source, bad = self.sources[number], self.bad[number]
+        bad[error.number] = str(error)
+        if len(bad) == len(source.manifest.shards):
+            raise UserError(f"no shard of {source} can be used; the last one: {error}")
 
     def _fetch_ahead(self, position: int) -> None:
         """Bring the shards of this window and of the next into the cache, in the background."""

@@ -88,7 +88,9 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> N
         different.append("the tokenizer of the shards is another")
     elif checkpoint.state.data.identity != train.identity():
         sources = ", ".join(map(str, train.sources))
-        different.append(f"the sequences in {sources} are others, or mixed in another way")
+        different.append(
+            f"the sequences in {sources} are others, or mixed in another way (weights, data.window)"
+        )
     if different:
         raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
 

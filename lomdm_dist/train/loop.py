@@ -104,6 +104,7 @@ class Run:
         self.config, self.grid = config, grid
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
+        self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
         share = self.accumulation * config.train.micro_batch
         self.batches = self.data.stream(
@@ -248,15 +249,18 @@ class Run:
         metrics = dict(zip(names, epochs, strict=True))
         if self.config.data.on_bad_shard == "skip":
             metrics["replaced_sequences"] = round(self.unlogged["replaced"])
-            metrics["bad_shards"] = sum(map(len, self.data.bad))
+            metrics["bad_shards"] = len(self.bad_shards)
         return metrics
 
     def _gather_bad_shards(self) -> None:
-        """What one rank has left out all leave out, and the first one names it."""
+        """What any rank has left out, the first one names, once."""
         if self.config.data.on_bad_shard == "skip":
-            for bad in self.grid.gather([dict(bad) for bad in self.data.bad]):  # threads may add to them
-                self.data.leave_out(bad)
-            self._say_messages()
+            for sources in self.grid.gather([dict(bad) for bad in self.data.bad]):  # threads may add to them
+                for source, bad in enumerate(sources):
+                    for number in sorted(bad):
+                        if (source, number) not in self.bad_shards:
+                            self.bad_shards.add((source, number))
+                            self.reporter.say(f"left out: {bad[number]}")
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""

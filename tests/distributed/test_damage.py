@@ -146,7 +146,7 @@ def test_what_two_ranks_say(kind, on_bad_shard, base, train, tmp_path, monkeypat
             reader = open_inputs(config, None).train
             half = (len(reader) + 1) // 2
             replaced += reader.read(rank * half, half).replaced
-            complaints += reader.messages
+            complaints += reader.bad[0].values()
         except UserError as error:
             said.append(str(error))
     if on_bad_shard == "error" or not can_skip:
