@@ -33,7 +33,6 @@ SECONDS_BETWEEN = 1.0  # the first two tries; then twice as long each time
 SECONDS_TO_CONNECT, SECONDS_OF_SILENCE = 20, 60
 BLOCK = 2**20
 LARGEST_SMALL_FILE = 2**30  # a manifest, a file of a tokenizer
-STALE_SECONDS = 3600
 
 
 def cache_home() -> Path:
@@ -141,12 +140,12 @@ class Store:
             return Path(self.location).resolve().parent / "tokenizer"
         name = hashlib.sha256(self.name_of("../tokenizer").encode()).hexdigest()
         folder = self.access.folder / "tokenizers" / name
-        folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             content = self.read(f"../tokenizer/{file}")
-            partial = folder / f".{file}.{os.getpid()}"
-            partial.write_bytes(content)
-            partial.rename(folder / file)
+            with _using(folder):
+                partial = folder / f".{file}.{os.getpid()}"
+                partial.write_bytes(content)
+                partial.rename(folder / file)
         return folder
 
     def _fetch(self, file: str, copy: BinaryIO, most: int, sha256: str | None = None) -> None:
@@ -247,52 +246,84 @@ def _run(command: str, copy: BinaryIO, most: int) -> None:
 
 def _cached(access: Access, sha256: str, size: int, fetch) -> BinaryIO:
     """The file with this checksum from the cache, fetched where it is not there. One process fetches it."""
-    folder = access.folder / "shards"
-    path = folder / f"{sha256}.tar"
+    path = access.folder / "shards" / f"{sha256}.tar"
     partial = path.with_suffix(".partial")
+    with _using(path.parent), _locked(path.with_suffix(".lock")):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size == size:
+                os.utime(path)  # used last now
+                return open(path, "rb")
+        try:
+            with open(partial, "w+b") as copy:
+                while not _reserve(access, size, copy):
+                    time.sleep(SECONDS_BETWEEN)
+                fetch(copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            file = open(partial, "rb")  # noqa: SIM115
+            partial.rename(path)
+            return file
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _using(folder: Path):
+    """A folder of the cache; what goes wrong with it is a UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_size == size:
-                    os.utime(path)  # used last now
-                    return open(path, "rb")
-            try:
-                with open(partial, "w+b") as copy:
-                    _make_room(access, folder, size, copy)
-                    fetch(copy)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-                file = open(partial, "rb")  # noqa: SIM115
-                partial.rename(path)
-                return file
-            finally:
-                partial.unlink(missing_ok=True)
+        yield
     except OSError as error:
         raise UserError(f"cannot use the cache {folder}: {error.strerror or error}; set data.cache") from None
 
 
-def _make_room(access: Access, folder: Path, size: int, copy: BinaryIO) -> None:
-    """Drop what was used longest ago until `size` more bytes fit, and reserve them. UserError."""
+def _reserve(access: Access, size: int, copy: BinaryIO) -> bool:
+    """Drop what was used longest ago until `size` more bytes fit, and hold them for `copy`.
+
+    False where what others are fetching leaves no room for now. UserError where there never is any.
+    """
     if size > access.cache_bytes:
         raise UserError(
             f"data.cache_gib {access.cache_bytes / 2**30:.3g} is less than one shard ({size / 2**30:.3g} GiB)"
         )
+    folder = access.folder / "shards"
     with _locked(folder / "room.lock"):
-        files = []
-        for path in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                facts = path.stat()
-                if path.suffix == ".partial" and time.time() - facts.st_mtime > STALE_SECONDS:
-                    path.unlink()  # of a process that was killed
-                elif path.suffix in (".tar", ".partial"):
-                    files.append((path.suffix == ".partial", facts.st_mtime_ns, facts.st_size, path))
-        used = sum(file[2] for file in files)
-        for being_fetched, _, bytes_, path in sorted(files):
-            if used + size > access.cache_bytes and not being_fetched:
+        for partial in folder.glob("*.partial"):
+            if partial.name != Path(copy.name).name and _is_free(partial.with_suffix(".lock")):
+                partial.unlink(missing_ok=True)  # of a process that was killed
+        used = sum(_size(path) for path in folder.glob("*.partial"))
+        shards = sorted(folder.glob("*.tar"), key=_last_use)
+        used += sum(map(_size, shards))
+        for path in shards:
+            if used + size > access.cache_bytes:
+                used -= _size(path)
                 path.unlink(missing_ok=True)
-                used -= bytes_
+        if used + size > access.cache_bytes:
+            return False
         copy.truncate(size)
+        return True
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+def _last_use(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def _is_free(lock: Path) -> bool:
+    """Whether nobody holds a lock file."""
+    with open(lock, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 @contextlib.contextmanager

@@ -115,6 +115,29 @@ def _names(cache: Path) -> set[str]:
     return {path.stem for path in (cache / "shards").glob("*.tar")}
 
 
+def test_parallel_fetches_wait_for_room(folder, tmp_path):
+    """Ten at once, of shards of which two fit."""
+    size = (folder / "00000.tar").stat().st_size
+    place = f"file://{write_shards(tmp_path / 'ten', [5] * 10)}"
+    shards = ShardSet(place, Access(cache=tmp_path / "cache", cache_bytes=int(2.2 * size)))
+    (tmp_path / "cache/shards").mkdir(parents=True)
+    (tmp_path / "cache/shards/of_a_killed_process.partial").write_bytes(bytes(size))
+    peak, done = [], threading.Event()
+
+    def look():
+        while not done.is_set():
+            peak.append(sum(store._size(p) for p in (tmp_path / "cache/shards").iterdir()))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(shards.fetch, range(10)))
+    done.set()
+    watcher.join()
+    assert max(peak) <= 3.2 * size  # and the killed one's, until it was seen
+    assert len(_names(tmp_path / "cache")) == 2 and not list((tmp_path / "cache/shards").glob("*.partial"))
+
+
 def test_a_window_too_large_for_the_cache_is_refused_with_the_arithmetic(folder, tmp_path):
     size = (folder / "00000.tar").stat().st_size
     access = Access(cache=tmp_path / "cache", cache_bytes=3 * size)
