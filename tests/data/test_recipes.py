@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import lzma
@@ -7,11 +8,14 @@ import tarfile
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from lomdm_dist.data import recipes
 from lomdm_dist.data.documents import Meter
+from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.recipes import RECIPES, files_by_split, read
 from lomdm_dist.errors import UserError
 
@@ -223,6 +227,23 @@ def test_the_original_form_becomes_twenty_clean_documents(name, tmp_path):
     assert [len(text.split()) for text in texts] == WORDS[name] and len(texts) == 20
     assert {number: texts[number] for number in TEXTS[name]} == TEXTS[name]
     assert meter.bytes == (tmp_path / WRITERS[name][0]).stat().st_size
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_token_counts_of_the_twenty_documents(name, tmp_path, monkeypatch):
+    """With a tokenizer of whole words: the words, and EOS after each document."""
+    path = made(name, tmp_path)
+    words = {word for text in read(name, split_of(name), [path], Meter()) for word in text.split()}
+    specials = {"eos_token": "<eos>", "mask_token": "<mask>", "pad_token": "<pad>"}
+    vocabulary = {word: i for i, word in enumerate([*specials.values(), *sorted(words)])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=model, **specials).save_pretrained(tmp_path / "words")
+    monkeypatch.setitem(RECIPES, "owt", dataclasses.replace(RECIPES["owt"], valid_from_the_end=10))
+    splits = ("train", "valid") if name == "owt" else (split_of(name),)
+    request = Request((path,), str(tmp_path / "words"), 64, recipe=name, splits=splits, packing="padded")
+    totals, _ = prepare(request, tmp_path / "out", workers=1)
+    assert (totals["documents"], totals["tokens"]) == (20, sum(WORDS[name]) + 20)
 
 
 def hub_records(name: str) -> list[dict]:
