@@ -15,14 +15,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old or the new content, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w") as file:
-        file.write(text)
+    with open(partial, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def check_new(out: Path) -> None:
+    """Raises UserError where `out` is there already, but for an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another")
 
 
 @contextlib.contextmanager
@@ -33,8 +39,7 @@ def new_folder(out: Path):
     """
     out = out.resolve()
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another")
+        check_new(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:

@@ -54,6 +54,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def read_plainly(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Set it to encode whole texts as they stand: one that spells a special token is text."""
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def encode_in_order(batches: Iterable[tuple], encoding: Encoding, workers: int) -> Iterator[tuple]:
     """(key, Encoded) of each batch (key, texts), in order. ChildProcessError where a worker dies."""
     context = multiprocessing.get_context("spawn")
@@ -82,10 +90,7 @@ def _start_worker(encoding: Encoding) -> None:
     # One thread of the library's own pool: measured a quarter faster than its encoding on this thread.
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1"}
     _encoding = encoding
-    _tokenizer = tokenizers.Tokenizer.from_str(encoding.tokenizer)
-    _tokenizer.encode_special_tokens = True  # a text that spells a special token is text
-    _tokenizer.no_truncation()
-    _tokenizer.no_padding()
+    _tokenizer = read_plainly(tokenizers.Tokenizer.from_str(encoding.tokenizer))
 
 
 def _die_with_parent() -> None:

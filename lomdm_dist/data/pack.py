@@ -1,5 +1,6 @@
 """Encoded documents -> shards of sequences, in a way that can be stopped anywhere and gone on with."""
 
+import io
 import json
 import os
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from lomdm_dist import __version__
 from lomdm_dist.data.encode import Encoded
 from lomdm_dist.data.shards import Shard, ShardWriter, TokenizerFacts
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256
+from lomdm_dist.files import sha256, write_atomically
 
 STATE = ".state.npz"
 
@@ -78,12 +79,9 @@ class Work:
             shards = [shard.model_dump() for shard in split.writer.shards]
             facts[name] = {"documents": split.documents, "tokens": split.tokens, "shards": shards}
             arrays |= {f"{name}_rest": split.rest, f"{name}_pending": split.writer.pending}
-        partial = self.folder / f"{STATE}.partial"
-        with open(partial, "wb") as file:
-            np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self.folder / STATE)
+        buffer = io.BytesIO()
+        np.savez(buffer, facts=np.array(json.dumps(facts)), **arrays)
+        write_atomically(self.folder / STATE, buffer.getvalue())
 
     def _load(self) -> None:
         """Raises DamagedWork where the state, or a shard that it speaks of, is not whole."""

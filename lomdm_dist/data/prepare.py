@@ -40,7 +40,7 @@ from lomdm_dist.data.shards import (
 )
 from lomdm_dist.data.tokenizer import TRAINED, describe, ensure_pad, load_tokenizer, train_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256, write_atomically
+from lomdm_dist.files import check_new, sha256, write_atomically
 
 TEXT, TRAIN_AND_VALID = "text", ("train", "valid")
 LOCK = ".lock"  # what is hidden does not go into OUT
@@ -138,7 +138,7 @@ def prepare(request: Request, out: Path, workers: int | None = None) -> tuple[di
     with _unfinished(out, fingerprint) as folder:
         if not all((folder / split / MANIFEST).exists() for split in request.splits):
             _make(request, files, folder, workers)
-        for hidden in folder.glob(".*"):
+        for hidden in folder.rglob(".*"):  # what a kill left half written, too
             hidden.unlink()
         if out.exists():
             out.rmdir()
@@ -164,8 +164,7 @@ def _unfinished(out: Path, fingerprint: dict) -> Iterator[Path]:
     """The folder to work in, ours alone; kept for the same command where work would be lost. UserError."""
     folder = out.with_name(f".{out.name}.unfinished")
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty folder: nothing is overwritten; give another")
+        check_new(out)
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / LOCK, "a")  # noqa: SIM115
     except OSError as error:

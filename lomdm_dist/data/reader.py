@@ -87,7 +87,7 @@ class Reader:
         self.order = Order(orders, self.weights)
         self.bad: list[dict[int, str]] = [{} for _ in sources]  # shards that are left out, and why
         self.messages: list[str] = []  # for the user to read: what is being fetched
-        self._fetched: dict[int, list[int]] = {}  # shards on their way, by source
+        self._fetched: dict[int, dict[int, None]] = {}  # by source: shards on their way, in order
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -221,11 +221,11 @@ class Reader:
         for number, (source, drawn) in enumerate(zip(self.sources, self.order.drawn(position), strict=True)):
             if source.store.remote:
                 ahead = self.order.sources[number].shards_ahead(drawn).tolist()
-                known = self._fetched.get(number, [])
-                if ahead == known:
+                known = self._fetched.get(number, {})
+                if ahead == list(known):
                     continue
-                self._fetched[number] = ahead
-                missing = [s for s in ahead if s not in set(known) and not source.is_cached(s)]
+                self._fetched[number] = dict.fromkeys(ahead)
+                missing = [s for s in ahead if s not in known and not source.is_cached(s)]
                 gib = sum(source.manifest.shards[s].bytes for s in missing) / 2**30
                 if missing and not known:
                     self.messages.append(f"fetching {len(missing)} shards ({gib:.3g} GiB) of {source}")

@@ -26,6 +26,7 @@ from typing import BinaryIO
 import fsspec
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import write_atomically
 
 PIPE, PLACE = "pipe:", "{}"
 TRIES = 5
@@ -143,9 +144,7 @@ class Store:
         for file in files:
             content = self.read(f"../tokenizer/{file}")
             with _using(folder):
-                partial = folder / f".{file}.{os.getpid()}"
-                partial.write_bytes(content)
-                partial.rename(folder / file)
+                write_atomically(folder / file, content)
         return folder
 
     def _fetch(self, file: str, copy: BinaryIO, most: int, sha256: str | None = None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lomdm_dist.data.encode import read_plainly
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.errors import UserError
 
@@ -80,10 +81,7 @@ def ensure_pad(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> list[list[int]]:
     """Token ids of each document, no special token added, none recognised in the text."""
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
+    backend = read_plainly(tokenizer.backend_tokenizer)
     return [e.ids for e in backend.encode_batch_fast(documents, add_special_tokens=False)]
 
 

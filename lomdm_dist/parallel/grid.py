@@ -27,9 +27,8 @@ def rank() -> int:
 
 def place_on_machine() -> tuple[int, int]:
     """This process among those of its machine, and how many they are; (0, 1) where no launcher says."""
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "")).isdecimal():
-        return _place("LOCAL_RANK", 0), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")))
-    return 0, 1
+    size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))  # torchrun's, deepspeed's
+    return (_place("LOCAL_RANK", 0), int(size)) if size.isdecimal() else (0, 1)
 
 
 def _place(variable: str, alone: int) -> int:
