@@ -9,7 +9,7 @@ MAY_IMPORT = {
     "ops": {"ops"},
     "model": {"model", "process", "ops", "config"},
     "data": {"data", "config", "errors", "files"},
-    "parallel": {"parallel", "config", "errors"},
+    "parallel": {"parallel", "model", "ops", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "sample": {"sample", "process", "model", "config", "errors"},
     "convert": {"convert", "model", "process", "train", "data", "config", "errors", "files"},
