@@ -47,7 +47,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The DiT backbone of SEDD and MDLM; `condition_width` is the width of the adaLN condition.
 
-    eos_id ends a document; only `data.attend: document` needs it.
+    eos_id       ends a document; only `data.attend: document` needs it
+    dropout_rng  keyed: masks are a function of seed, step, sequence, layer, position and channel, the same
+                 on any grid; native: torch's own, which depend on the grid
     """
 
     vocab_size: Positive
@@ -59,6 +61,7 @@ class ModelConfig(Section):
     heads: Positive
     condition_width: Positive = 128
     dropout: Share = 0.1
+    dropout_rng: Literal["keyed", "native"] = "keyed"
 
     @model_validator(mode="after")
     def _shapes_fit(self):
@@ -260,7 +263,10 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice."""
+    """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice.
+
+    keep_last   checkpoints to keep, and besides them for good those of every `keep_every` steps; 0: none
+    """
 
     run: Path
     steps: Positive
@@ -271,6 +277,7 @@ class TrainConfig(Section):
     log_every: Positive = 10
     save_every: Positive = 1000
     keep_last: Positive = 2
+    keep_every: NonNegative = 0
     valid_every: NonNegative = 0  # 0: no validation while training
     valid_sequences: Positive = 512
 
@@ -312,7 +319,43 @@ class SamplerConfig(Section):
 
 
 class ParallelConfig(Section):
+    """How a model is spread over the ranks; none of it changes what is learned.
+
+    engine             deepspeed: ZeRO 0 to 3; fsdp2: PyTorch's, ZeRO 2 or 3
+    zero_stage         what the data-parallel ranks share out. 1: the optimiser's state; 2: gradients too;
+                       3: parameters too. 1 where nothing is said, with fsdp2 3
+    tensor_parallel    neighbouring ranks that split every layer; for models too large without
+    sequence_parallel  with tensor_parallel > 1, also split what lies between the layers, by tokens
+    shard_group        ranks, such as those of a node, that share one copy of what is sharded (hybrid
+                       sharding); by default all do
+    offload            the optimiser's state, and its work, in the memory of the host
+    """
+
+    engine: Literal["deepspeed", "fsdp2"] = "deepspeed"
     zero_stage: Annotated[int, Field(ge=0, le=3, strict=True)] = 1
+    tensor_parallel: Positive = 1
+    sequence_parallel: Annotated[bool, Field(strict=True)] = True
+    shard_group: Positive | None = None
+    offload: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage_of_the_engine(cls, values):
+        if isinstance(values, dict) and values.get("engine") == "fsdp2":
+            return {"zero_stage": 3} | values
+        return values
+
+    @model_validator(mode="after")
+    def _engine_can(self):
+        if self.engine == "fsdp2" and self.zero_stage < 2:
+            raise ValueError(
+                f"engine fsdp2 shards gradients and parameters: zero_stage 2 or 3, not {self.zero_stage}"
+            )
+        if self.offload and self.zero_stage == 0:
+            raise ValueError("offload is for zero_stage 1 to 3")
+        if self.shard_group is not None and self.engine != "fsdp2":
+            raise ValueError("shard_group is for engine fsdp2; DeepSpeed shards over all data-parallel ranks")
+        return self
 
 
 class WandbConfig(Section):
@@ -344,6 +387,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _model_splits(self):
+        parallel, model = self.parallel, self.model
+        ranks = parallel.tensor_parallel
+        if model.heads % ranks:
+            raise ValueError(
+                f"model.heads {model.heads} do not divide over parallel.tensor_parallel {ranks}: "
+                f"{model.heads} / {ranks} = {model.heads / ranks:.3g}"
+            )
+        if ranks > 1 and parallel.sequence_parallel and model.length % ranks:
+            raise ValueError(
+                f"model.length {model.length} does not divide over parallel.tensor_parallel {ranks}, as "
+                "parallel.sequence_parallel needs; set that to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_count(self):
         weights = [source.weight for source in self.data.train]
         if min(weights) < 1e-6 * sum(weights):
@@ -370,6 +429,22 @@ class Config(Section):
         if objective.order == "blocks" and objective.block > length:
             raise ValueError(f"objective.block {objective.block} is larger than model.length {length}")
         return self
+
+    def data_parallel(self, processes: int) -> int:
+        """Ranks with data of their own. UserError where the processes do not form the grid."""
+        tensor, shards = self.parallel.tensor_parallel, self.parallel.shard_group
+        if processes % tensor:
+            raise UserError(
+                f"{processes} processes do not form groups of parallel.tensor_parallel {tensor}: "
+                f"{processes} / {tensor} = {processes / tensor:.3g}"
+            )
+        ranks = processes // tensor
+        if shards is not None and ranks % shards:
+            raise UserError(
+                f"{ranks} data-parallel ranks do not form groups of parallel.shard_group {shards}: "
+                f"{ranks} / {shards} = {ranks / shards:.3g}"
+            )
+        return ranks
 
     def accumulation(self, data_parallel: int) -> int:
         """Micro-batches a rank runs in one step. UserError where the batch does not divide."""

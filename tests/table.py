@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from lomdm_dist.config import OBJECTIVES, ModelConfig
 from lomdm_dist.model import LoMDM
-from lomdm_dist.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_mean, subs_logits
+from lomdm_dist.model.backbone import Context
+from lomdm_dist.ops.cross_entropy import linear_cross_entropy, subs_logits
 
 V, L, MASK = 3, 3, 3  # tokens 0, 1, 2, and the mask
 TEXTS = torch.tensor(list(itertools.product(range(V + 1), repeat=L)))  # row `code` is the text of that code
@@ -38,8 +39,8 @@ class TableBackbone(nn.Module):
         self.table = nn.Parameter((64 * table).round() / 64)  # float32 holds these exactly
         self.output = TableOutput()
 
-    def context(self, valid, length, documents=None):
-        return torch.zeros(1), None, {}
+    def context(self, valid, length, documents=None, dropout=None):
+        return Context(torch.zeros(1), None, {}, None)
 
     def forward(self, tokens: Tensor, context) -> Tensor:
         return self.table[(tokens * CODES).sum(dim=1)]
@@ -51,9 +52,7 @@ class TableOutput(nn.Module):
         hidden = features[..., : V + 1]
         if targets is None:
             return subs_logits(hidden, identity, zero, MASK)
-        if values is None:
-            return linear_cross_entropy(hidden, identity, zero, targets, MASK)
-        return linear_cross_entropy_and_mean(hidden, identity, zero, targets, MASK, values)
+        return linear_cross_entropy(hidden, identity, zero, targets, MASK, V + 1, values)
 
 
 class TableHead(nn.Module):

@@ -14,6 +14,7 @@ import yaml
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.files import sha256
+from lomdm_dist.parallel.layout import whole_pieces
 from lomdm_dist.train.checkpoint import STATE, Checkpoint, checkpoint_files
 
 REPOSITORY = Path(__file__).parent.parent
@@ -77,8 +78,8 @@ def randomize(run: Path, out: Path) -> Checkpoint:
     shutil.copytree(checkpoint.folder, out, ignore=shutil.ignore_patterns("*.distcp", ".metadata"))
     generator, state = torch.Generator().manual_seed(0), {}
     for kind in ("raw", "ema"):
-        for name, parameter in checkpoint.build_model(kind).named_parameters():
-            state[f"{kind}/{name}"] = 0.2 * torch.randn(parameter.numel(), generator=generator)
+        for piece in whole_pieces(checkpoint.build_model(kind)):
+            state[f"{kind}/{piece.name}"] = 0.2 * torch.randn(piece.layout.shape, generator=generator)
     dcp.save(state, checkpoint_id=out, no_dist=True)
     files = {name: sha256(out / name) for name in checkpoint_files(out)}
     (out / STATE).write_text(checkpoint.state.model_copy(update={"files": files}).model_dump_json())

@@ -2,17 +2,22 @@
 
 Pre-norm blocks with adaLN modulation, rotary positions, bidirectional attention (causal for the
 autoregressive baseline). It does not depend on time: the adaLN condition is present, but its input
-is a constant.
+is a constant, so it is computed once a pass, not once a token.
+
+Between blocks the tokens of all sequences lie end to end, [N, D] with N = B L. Nothing here knows of
+processes: `parallel/tensor.py` splits a model from outside, and then a block may hold some of the
+heads, or be given some of the tokens.
 """
 
-import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lomdm_dist.config import ModelConfig
-from lomdm_dist.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_mean, subs_logits
+from lomdm_dist.ops.cross_entropy import linear_cross_entropy, subs_logits
+from lomdm_dist.ops.dropout import residual_dropout, row_keys
 
 MLP_RATIO = 4
 FREQUENCIES = 256  # width of the time embedding that the condition starts from
@@ -24,10 +29,13 @@ class LayerNorm(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def scale(self) -> Tensor:
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return (F.layer_norm(x.float(), x.shape[-1:]) * self.weight.float()).to(x.dtype)
+        return (F.layer_norm(x.float(), x.shape[-1:]) * self.scale().float()).to(x.dtype)
 
 
 class Condition(nn.Module):
@@ -70,46 +78,53 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def zero_linear(width_in: int, width_out: int) -> nn.Linear:
-    """A linear layer that starts at zero."""
-    linear = nn.Linear(width_in, width_out)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+class Context(NamedTuple):
+    """What all blocks of a forward pass share."""
+
+    condition: Tensor  # [1, condition_width]
+    rotary: tuple[Tensor, Tensor]  # each [L, head_width / 2]
+    attend: dict  # who sees whom, in the words of torch's attention
+    rows: Tensor | None  # [N] keys of dropout; None: torch's own random numbers
 
 
 class Block(nn.Module):
-    """One transformer block. Its adaLN gates start at zero, so a new block is the identity."""
+    """One transformer block, `number` of its pass. The adaLN gates start at zero: it is the identity."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         width = config.width
-        self.heads, self.dropout = config.heads, config.dropout
+        self.head_width, self.dropout, self.number = width // config.heads, config.dropout, number
         self.norm1 = LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.norm2 = LayerNorm(width)
         self.mlp_in = nn.Linear(width, MLP_RATIO * width)
         self.mlp_out = nn.Linear(MLP_RATIO * width, width)
-        self.modulation = zero_linear(config.condition_width, 6 * width)
+        self.modulation = nn.Linear(config.condition_width, 6 * width)
 
     def attention(self, x: Tensor, rotary, attend: dict) -> Tensor:
-        B, L, D = x.shape
-        q, k, v = self.qkv(x).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        length = len(rotary[0])
+        qkv = self.qkv(x).unflatten(0, (-1, length)).unflatten(-1, (3, -1, self.head_width))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, L, head_width]
         q, k = rotate(q, rotary), rotate(k, rotary)
         mixed = F.scaled_dot_product_attention(q, k, v, **attend)
-        return self.attention_out(mixed.transpose(1, 2).reshape(B, L, D))
+        return self.attention_out(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(self.mlp_in(x), approximate="tanh"))
 
-    def forward(self, x: Tensor, condition: Tensor, rotary, attend: dict) -> Tensor:
-        """x [B, L, D] -> [B, L, D]; attend: who sees whom, in the words of torch's attention."""
+    def add(self, x: Tensor, mixed: Tensor, gate: Tensor, rows: Tensor | None, branch: int) -> Tensor:
+        if not (self.training and self.dropout):
+            return x + gate * mixed
+        return residual_dropout(x, mixed, gate, self.dropout, rows, 2 * self.number + branch)
+
+    def forward(self, x: Tensor, condition: Tensor, rotary, attend: dict, rows: Tensor | None) -> Tensor:
+        """x [N, D] -> [N, D]; the rest is a `Context`."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         mixed = self.attention(modulate(self.norm1(x), shift1, scale1), rotary, attend)
-        x = x + gate1 * F.dropout(mixed, self.dropout, self.training)
+        x = self.add(x, mixed, gate1, rows, 0)
         mixed = self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x + gate2 * F.dropout(mixed, self.dropout, self.training)
+        return self.add(x, mixed, gate2, rows, 1)
 
 
 class Output(nn.Module):
@@ -117,28 +132,29 @@ class Output(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.mask_id = config.mask_id
+        self.mask_id, self.vocab_size = config.mask_id, config.vocab_size
+        self.vocabulary = None  # the process group that a split vocabulary is spread over
         self.norm = LayerNorm(config.width)
-        self.modulation = zero_linear(config.condition_width, 2 * config.width)
+        self.modulation = nn.Linear(config.condition_width, 2 * config.width)
         # Parameters of this very module, not of a child: its forward reads them, and ZeRO 3 gathers
         # a module's own parameters only.
-        self.weight = nn.Parameter(torch.zeros(config.vocab_size, config.width))
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(
         self, x: Tensor, condition: Tensor, targets: Tensor | None = None, values: Tensor | None = None
     ):
         """Features [..., D] -> logits [..., V], float32; with targets [N], features [N, D] -> CE [N].
 
-        With values [V] besides, CE and the mean of the values under the network, each [N].
+        With values [V] besides, CE and the mean of the values under the network, each [N]. All
+        logits can be had of a model that is not split only.
         """
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
         x = modulate(self.norm(x), shift, scale)
         if targets is None:
             return subs_logits(x, self.weight, self.bias, self.mask_id)
-        if values is None:
-            return linear_cross_entropy(x, self.weight, self.bias, targets, self.mask_id)
-        return linear_cross_entropy_and_mean(x, self.weight, self.bias, targets, self.mask_id, values)
+        hidden = (x, self.weight, self.bias)
+        return linear_cross_entropy(*hidden, targets, self.mask_id, self.vocab_size, values, self.vocabulary)
 
 
 def attention(valid: Tensor | None, documents: Tensor | None, causal: bool) -> dict:
@@ -167,22 +183,30 @@ class Backbone(nn.Module):
         super().__init__()
         self.head_width, self.causal = config.width // config.heads, causal
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        nn.init.kaiming_uniform_(self.embedding.weight, a=math.sqrt(5))
         self.condition = Condition(config.condition_width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
+        self.blocks = nn.ModuleList(Block(config, number) for number in range(config.blocks))
         self.output = Output(config)
 
-    def context(self, valid: Tensor | None, length: int, documents: Tensor | None = None) -> tuple:
-        """What every block of a forward pass shares: condition, rotary table, who sees whom.
+    def context(
+        self,
+        valid: Tensor | None,
+        length: int,
+        documents: Tensor | None = None,
+        dropout: Tensor | None = None,
+    ) -> Context:
+        """What every block of a forward pass shares.
 
-        valid [B, L]: who is seen at all; documents [B, L]: numbers, equal for those who see each other.
+        valid [B, L]: who is seen at all; documents [B, L]: numbers, equal for those who see each other;
+        dropout [B]: the key of each sequence in this pass, int64.
         """
         condition = self.condition()
         rotary = rotary_table(length, self.head_width, condition.device)
-        return condition, rotary, attention(valid, documents, self.causal)
+        rows = None if dropout is None else row_keys(dropout, length)
+        return Context(condition, rotary, attention(valid, documents, self.causal), rows)
 
-    def forward(self, tokens: Tensor, context: tuple) -> Tensor:
-        x = self.embedding(tokens)
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """tokens [B, L] -> features [B, L, D]."""
+        x = self.embedding(tokens.flatten())
         for block in self.blocks:
             x = block(x, *context)
-        return x
+        return x.unflatten(0, tokens.shape)

@@ -27,12 +27,13 @@ def draw_terms(
     masks: list[Tensor],
     rule: str,
     eps: float,
+    dropout: Tensor | None = None,
 ) -> Terms:
     """Estimate the bound of x [B, L], whose forward schedule is given, n times, in one pass of the network.
 
     time [B, 2] and masks, of each sample [B, L], are uniforms; rule and eps are those of `draw_time`,
     or "pinned": the position whose masking time t is, is masked for certain, which spares most of the
-    variance. The mean of main + velocity over time and masks is the bound.
+    variance. The mean of main + velocity over time and masks is the bound. dropout [n, B]: keys of dropout.
     """
     if rule == "pinned":
         t, position, mass = draw_pinned(schedule, time, x.shape[1], valid)
@@ -42,7 +43,9 @@ def draw_terms(
     n = len(masks)
     z = torch.cat([corrupt(x, schedule, t, u, model.mask_id, valid) for u in masks])
     masked = z == model.mask_id
-    ce, reverse = model.denoise(z, x.repeat(n, 1), masked, None if valid is None else valid.repeat(n, 1))
+    valid = None if valid is None else valid.repeat(n, 1)
+    keys = None if dropout is None else dropout.flatten()
+    ce, reverse = model.denoise(z, x.repeat(n, 1), masked, valid, keys)
     velocity = schedule.velocity(t).expand(x.shape).repeat(n, 1)
     main, velocity_term = nelbo_integrand(ce, masked, velocity, reverse.velocity(t.repeat(n)))
     weight = pinned_weight(masked, velocity, mass.repeat(n)) if rule == "pinned" else weight.repeat(n)

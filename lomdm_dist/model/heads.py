@@ -1,13 +1,11 @@
 """What learns an order: heads on the backbone's features (LoMDM), an exponent a token (GenMD4)."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lomdm_dist.config import LomdmObjective, ModelConfig
-from lomdm_dist.model.backbone import Block
+from lomdm_dist.model.backbone import Block, Context
 
 
 class SchedulerHead(nn.Module):
@@ -20,15 +18,18 @@ class SchedulerHead(nn.Module):
 
     def __init__(self, config: ModelConfig, objective: LomdmObjective):
         super().__init__()
-        self.block = Block(config) if objective.head == "transformer" else None
+        self.block = Block(config, config.blocks) if objective.head == "transformer" else None
         outputs = 1 if objective.schedule == "power" else 3
-        self.weight = nn.Parameter(torch.zeros(outputs, config.width))
-        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.weight = nn.Parameter(torch.empty(outputs, config.width))
+        self.bias = nn.Parameter(torch.empty(outputs))
 
-    def forward(self, features: Tensor, context: tuple) -> Tensor:
+    def forward(self, features: Tensor, context: Context) -> Tensor:
         """features [B, L, D] -> [B, L, outputs], float32."""
-        hidden = features if self.block is None else self.block(features, *context)
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        hidden = features.flatten(0, 1)
+        if self.block is not None:
+            hidden = self.block(hidden, *context)
+        outputs = F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        return outputs.unflatten(0, features.shape[:2])
 
 
 class TokenExponents(nn.Module):
@@ -36,7 +37,7 @@ class TokenExponents(nn.Module):
 
     def __init__(self, vocab_size: int):
         super().__init__()
-        self.theta = nn.Parameter(torch.full((vocab_size,), math.log(math.e - 1)))
+        self.theta = nn.Parameter(torch.empty(vocab_size))
 
     def forward(self) -> Tensor:
         """w [V], float32."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lomdm_dist.config import LomdmObjective, ModelConfig, Objective, WindowObjective
 from lomdm_dist.model.backbone import Backbone
 from lomdm_dist.model.heads import SchedulerHead, TokenExponents
+from lomdm_dist.model.initial import initialize
 from lomdm_dist.process import (
     PolynomialSchedule,
     PowerSchedule,
@@ -30,6 +31,9 @@ class LoMDM(nn.Module):
 
     With `attend` "document", a token sees its own document only. Where the documents end is known
     from the clean text, and given away to the masked one; what is sampled is one document.
+
+    `dropout` [B] are keys, one a sequence and a pass; without them dropout is torch's own. On the meta
+    device a model has no weights; elsewhere it starts with those of seed 0.
     """
 
     def __init__(self, model: ModelConfig, objective: Objective, attend: str = "sequence"):
@@ -41,6 +45,7 @@ class LoMDM(nn.Module):
         self.phi = SchedulerHead(model, objective) if learned else None
         self.psi = SchedulerHead(model, objective) if learned else None
         self.token_exponents = TokenExponents(model.vocab_size) if objective.name == "genmd4" else None
+        initialize(self, seed=0)
 
     def forward(self, function: Callable, *arguments):
         """Run `function(model, *arguments)`: a whole training loss is one forward pass.
@@ -51,7 +56,7 @@ class LoMDM(nn.Module):
         """
         return function(self, *arguments)
 
-    def order(self, x: Tensor, valid: Tensor | None = None):
+    def order(self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None):
         """The forward schedule of clean text x [B, L]: when each position is masked.
 
         Gradients reach phi, or the exponents of the tokens. The feature pass of phi runs without
@@ -64,18 +69,25 @@ class LoMDM(nn.Module):
         training = self.backbone.training
         self.backbone.eval()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
-            context = self.backbone.context(valid, x.shape[1], self.documents(x))
+            context = self.backbone.context(valid, x.shape[1], self.documents(x), dropout)
             features = self.backbone(x, context)
         self.backbone.train(training)
         return learned_schedule(self.objective, self.phi(features, context), valid)
 
-    def denoise(self, z: Tensor, x: Tensor, masked: Tensor, valid: Tensor | None = None) -> tuple:
+    def denoise(
+        self,
+        z: Tensor,
+        x: Tensor,
+        masked: Tensor,
+        valid: Tensor | None = None,
+        dropout: Tensor | None = None,
+    ) -> tuple:
         """The masked text z, the clean x -> CE [B, L] (float32, 0 where not masked), reverse schedule.
 
         Only masked positions are projected onto the vocabulary. For GenMD4 the CE is that of the
         reweighted distribution p w / <w, p>, and the reverse exponent <w, p>.
         """
-        features, reverse, condition = self.see(z, valid, self.documents(x))
+        features, reverse, condition = self.see(z, valid, self.documents(x), dropout)
         features, targets = features[masked], x[masked]
         if self.token_exponents is None:
             ce = self.backbone.output(features, condition, targets)
@@ -93,38 +105,46 @@ class LoMDM(nn.Module):
         ends = (x == self.eos_id).long()
         return ends.cumsum(dim=1) - ends  # EOS belongs to the document that it ends
 
-    def see(self, z: Tensor, valid: Tensor | None = None, documents: Tensor | None = None) -> tuple:
+    def see(
+        self,
+        z: Tensor,
+        valid: Tensor | None = None,
+        documents: Tensor | None = None,
+        dropout: Tensor | None = None,
+    ) -> tuple:
         """The masked text z -> features [B, L, D], reverse schedule, and the condition of the output.
 
         `backbone.output(features, condition)` gives the logits of the positions one asks for. The
         schedule is None for GenMD4, whose order is that of the tokens drawn.
         """
-        context = self.backbone.context(valid, z.shape[1], documents)
+        context = self.backbone.context(valid, z.shape[1], documents, dropout)
         features = self.backbone(z, context)
         if self.token_exponents is not None:
-            return features, None, context[0]
+            return features, None, context.condition
         if self.psi is None:
-            return features, fixed_schedule(self.objective, z.shape[1], z.device), context[0]
+            return features, fixed_schedule(self.objective, z.shape[1], z.device), context.condition
         if self.objective.stop_gradient:
-            outputs = self.psi(features.detach(), (context[0].detach(), *context[1:]))
+            outputs = self.psi(features.detach(), context._replace(condition=context.condition.detach()))
         else:
             outputs = self.psi(features, context)
-        return features, learned_schedule(self.objective, outputs, valid), context[0]
+        return features, learned_schedule(self.objective, outputs, valid), context.condition
 
-    def predict_next(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def predict_next(
+        self, x: Tensor, documents: Tensor | None = None, dropout: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`ar`: x [B, L] -> features of positions 0 .. L, [B, L + 1, D], each of those before it; condition.
 
         Position 0 is seen from the mask token, which stands for "nothing yet". documents [B, L + 1]
         numbers those of the tokens to predict: a new one is seen from the EOS before it, and no more.
         """
         tokens = torch.cat([x.new_full((len(x), 1), self.mask_id), x], dim=1)
-        context = self.backbone.context(None, tokens.shape[1], documents)
-        return self.backbone(tokens, context), context[0]
+        context = self.backbone.context(None, tokens.shape[1], documents, dropout)
+        return self.backbone(tokens, context), context.condition
 
-    def causal_ce(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    def causal_ce(self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None) -> Tensor:
         """`ar`: -log p(x_i | x_<i), [B, L], float32; 0 at padding, which only ends a sequence."""
         predicted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
-        features, condition = self.predict_next(x[:, :-1], self.documents(x))
+        features, condition = self.predict_next(x[:, :-1], self.documents(x), dropout)
         ce = self.backbone.output(features[predicted], condition, x[predicted])
         return torch.zeros(x.shape, device=x.device).masked_scatter(predicted, ce)
 

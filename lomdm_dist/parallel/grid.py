@@ -1,7 +1,9 @@
 """The grid of processes: who am I, on which device, and which group do I reduce with.
 
 Every launcher (deepspeed, torchrun, SLURM) tells a process its place through the same environment
-variables; a process that was started plainly is a grid of one. The groups are Megatron-core's.
+variables; a process that was started plainly is a grid of one. Neighbouring ranks form a tensor-parallel
+group and see the same data; ranks at the same place of those groups are data-parallel. The groups are
+Megatron-core's.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lomdm_dist.errors import UserError
 
@@ -50,8 +53,15 @@ class Grid:
 
     data_rank: int
     data_size: int
+    tensor_rank: int
+    tensor_size: int
     device: torch.device
     mpu: object  # Megatron's groups, under the names DeepSpeed asks for
+    saving: dist.ProcessGroup  # of all, on the CPU: checkpoints are written in the background
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.mpu.get_tensor_model_parallel_group()
 
     @property
     def first(self) -> bool:
@@ -68,10 +78,21 @@ class Grid:
         return gathered
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the data-parallel ranks; a float64 vector on the CPU, in and out."""
+        """Sum over the data-parallel ranks; a float64 vector on the CPU, in and out.
+
+        Everyone gets the same bits, and tensor-parallel ranks have a say too: whether to stop is
+        decided by such a sum.
+        """
         values = values.to(self.device)
-        dist.all_reduce(values, group=self.mpu.get_data_parallel_group())
-        return values.cpu()
+        dist.all_reduce(values)
+        return values.cpu() / self.tensor_size
+
+    def data_mesh(self, shard_group: int | None) -> DeviceMesh:
+        """Of the data-parallel ranks; two-dimensional where only `shard_group` of them share one copy."""
+        shards = shard_group or self.data_size
+        shape = (self.data_size // shards, shards, self.tensor_size)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))
+        return mesh["shards"] if shards == self.data_size else mesh["copies", "shards"]
 
 
 class _DeepSpeedNames:
@@ -81,13 +102,16 @@ class _DeepSpeedNames:
         self.get_model_parallel_rank = state.get_tensor_model_parallel_rank
         self.get_model_parallel_world_size = state.get_tensor_model_parallel_world_size
         self.get_model_parallel_group = state.get_tensor_model_parallel_group
+        self.get_tensor_model_parallel_group = state.get_tensor_model_parallel_group
+        self.get_tensor_model_parallel_rank = state.get_tensor_model_parallel_rank
+        self.get_tensor_model_parallel_world_size = state.get_tensor_model_parallel_world_size
         self.get_data_parallel_rank = state.get_data_parallel_rank
         self.get_data_parallel_world_size = state.get_data_parallel_world_size
         self.get_data_parallel_group = state.get_data_parallel_group
 
 
 @contextlib.contextmanager
-def process_grid():
+def process_grid(tensor_parallel: int = 1):
     """Start the process group and Megatron's groups; end them on the way out, whatever happened."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says at import that Transformer Engine is absent
@@ -103,9 +127,17 @@ def process_grid():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
         names = _DeepSpeedNames(parallel_state)
-        yield Grid(names.get_data_parallel_rank(), names.get_data_parallel_world_size(), device, names)
+        yield Grid(
+            names.get_data_parallel_rank(),
+            names.get_data_parallel_world_size(),
+            names.get_tensor_model_parallel_rank(),
+            names.get_tensor_model_parallel_world_size(),
+            device,
+            names,
+            dist.new_group(backend="gloo"),
+        )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

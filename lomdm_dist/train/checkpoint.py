@@ -1,4 +1,4 @@
-"""Checkpoints that any grid loads: every parameter saved by name, as a flat vector, in pieces.
+"""Checkpoints that any grid and either engine loads: every parameter by name, whole, saved in pieces.
 
 A checkpoint is a folder RUN/checkpoints/step-N in the form of torch's distributed checkpoint (DCP):
 
@@ -7,12 +7,11 @@ A checkpoint is a folder RUN/checkpoints/step-N in the form of torch's distribut
     state.json                   step, counters, data, versions, checksums
     config.yaml, tokenizer/
 
-Each rank writes the pieces it holds and reads the ranges it needs, so the number of ranks and the
-ZeRO stage may change between the two. A checkpoint is written under another name and renamed when
-all ranks are done; only then does RUN/latest move.
+Each rank writes what it holds (saver.py) and reads what it needs, so the number of ranks, tensor
+parallelism, ZeRO stage and engine may change between the two. Padding of a split vocabulary is not saved.
 """
 
-import shutil
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lomdm_dist import machine
-from lomdm_dist.config import Config, load_config
+from lomdm_dist.config import load_config
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256, write_atomically
+from lomdm_dist.files import sha256
 from lomdm_dist.model import LoMDM
-from lomdm_dist.parallel.engine import Piece, pieces, set_update_count
-from lomdm_dist.parallel.grid import Grid, rank, world_size
+from lomdm_dist.parallel.grid import rank, world_size
+from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_pieces
 from lomdm_dist.train.optim import WeightAverage
 
 LATEST, STATE = "latest", "state.json"
@@ -62,9 +60,12 @@ class DataFacts(BaseModel):
 
 
 class State(BaseModel):
-    """state.json. `files` holds the checksum of every other file of the checkpoint."""
+    """state.json. `files` holds the checksum of every other file of the checkpoint.
 
-    format: Literal[1]
+    Format 1 has every parameter as a vector; it is still read, but not by tensor-parallel ranks.
+    """
+
+    format: Literal[1, 2]
     step: int = Field(ge=0)
     sequences: int = Field(ge=0)
     tokens: int = Field(ge=0)
@@ -74,88 +75,61 @@ class State(BaseModel):
     files: dict[str, str]
 
 
-class _FlatPiece(Tensor):
-    """A piece of a flattened parameter, in the words of DCP's protocol for sharded tensors."""
+class _InBoxes(Tensor):
+    """A piece of a parameter, in the words of DCP's protocol for sharded tensors."""
 
-    start: int
-    numel_of_whole: int
+    boxes: list[Box]
+    whole: torch.Size
 
     @classmethod
-    def of(cls, tensor: Tensor, start: int, numel: int) -> "_FlatPiece":
-        piece = tensor.detach().as_subclass(cls)
-        piece.start, piece.numel_of_whole = start, numel
-        return piece
+    def of(cls, tensor: Tensor, layout: Layout, start: int) -> "_InBoxes":
+        here = tensor.detach().as_subclass(cls)
+        here.boxes, here.whole = boxes(layout, start, len(tensor)), torch.Size(layout.shape)
+        return here
 
     def size(self, *_):
         """Of the whole parameter: DCP compares it with what was saved."""
-        return torch.Size([self.numel_of_whole])
+        return self.whole
 
     def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(torch.Size([self.start]), torch.Size([len(self)]))]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
     def __create_write_items__(self, name, _):
-        (chunk,) = self.__create_chunk_list__()
-        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size([self.numel_of_whole]))
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
-    def __get_tensor_shard__(self, _):
-        return self.as_subclass(Tensor)
+    def __get_tensor_shard__(self, index):
+        box = next(box for box in self.boxes if torch.Size(box.offsets) == index.offset)
+        flat = self.as_subclass(Tensor)
+        return flat[box.start : box.start + box.numel].view(box.sizes)
 
 
-def _engine_state(engine_pieces: list[Piece], average: WeightAverage) -> dict[str, Tensor]:
+def engine_state(
+    pieces: list[Piece], average: WeightAverage, copy: bool = False, flat: bool = False
+) -> dict[str, Tensor]:
+    """What a checkpoint holds of a run, as DCP saves and loads it: of this rank, under its names.
+
+    copy: on the CPU, for a save in the background. flat: as format 1 has it, every parameter a vector.
+    """
     state = {}
-    for piece in engine_pieces:
+    for piece in pieces:
         here = {"raw": piece.master, "ema": average.averages[piece.name], **piece.moments}
         for kind, tensor in here.items():
-            state[f"{kind}/{piece.name}"] = _FlatPiece.of(tensor, piece.start, piece.numel)
+            tensor = tensor.detach().to("cpu", copy=True) if copy else tensor
+            state[f"{kind}/{piece.name}"] = _in_boxes(piece, tensor, flat)
     return state
 
 
-def save_checkpoint(
-    engine,
-    average: WeightAverage,
-    progress: Progress,
-    config: Config,
-    data: DataFacts,
-    tokenizer: Path | None,
-    grid: Grid,
-) -> Path:
-    """Write RUN/checkpoints/step-N on all ranks, move `latest`, drop the oldest; returns the folder."""
-    final = config.train.run / "checkpoints" / f"step-{progress.step}"
-    partial = final.with_name(f".{final.name}.partial")
-    try:
-        if grid.first:
-            for left in final.parent.glob(".step-*.partial"):  # of a run that was killed while saving
-                shutil.rmtree(left, ignore_errors=True)
-            partial.mkdir(parents=True)
-        grid.barrier()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(_engine_state(list(pieces(engine)), average), checkpoint_id=partial)
-        if grid.first:
-            config.save(partial / "config.yaml")
-            shutil.copytree(tokenizer, partial / "tokenizer")
-        grid.barrier()
-        shares = grid.gather({name: sha256(partial / name) for name in _share(checkpoint_files(partial))})
-        if grid.first:
-            state = State(
-                format=1,
-                **vars(progress),
-                ema_updates=average.updates,
-                data=data,
-                versions=machine.versions(),
-                files={name: digest for share in shares for name, digest in share.items()},
-            )
-            (partial / STATE).write_text(state.model_dump_json(indent=1) + "\n")
-            _publish(partial, final)
-            write_atomically(config.train.run / LATEST, final.name + "\n")
-            _drop_old(final, config.train.keep_last)
-        grid.barrier()
-    except BaseException:
-        if grid.first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
+def _in_boxes(piece: Piece, tensor: Tensor, flat: bool) -> Tensor:
+    layout = Layout((math.prod(piece.layout.shape),)) if flat else piece.layout
+    return _InBoxes.of(tensor, layout, piece.start)
 
 
 def checkpoint_files(folder: Path) -> list[str]:
@@ -164,28 +138,9 @@ def checkpoint_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths if path.name != STATE)
 
 
-def _share(names: list[str]) -> list[str]:
+def share_of(names: list[str]) -> list[str]:
     """This rank's share of the files: together the ranks read each once."""
     return names[rank() :: world_size()]
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same step from before a resume makes room."""
-    if final.exists():
-        old = final.with_name(f".{final.name}.old.partial")
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
-
-
-def _drop_old(newest: Path, keep: int) -> None:
-    """Keep the last `keep` up to the newest. Later ones, of a run resumed from before them, stay."""
-    step_of = {p: int(p.name[5:]) for p in newest.parent.glob("step-*") if p.name[5:].isdecimal()}
-    past = sorted((p for p in step_of if step_of[p] <= step_of[newest]), key=step_of.get)
-    for path in past[:-keep]:
-        shutil.rmtree(path)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -218,7 +173,7 @@ class Checkpoint:
                     f"checkpoint {self.folder} was written by another version of lomdm_dist: use that version"
                 ) from None
             self._damaged(f"{STATE}: {error.errors()[0]['msg']}")
-        for name in _share(sorted(self.state.files)):
+        for name in share_of(sorted(self.state.files)):
             if not (self.folder / name).is_file():
                 self._damaged(f"{name} is missing")
             if sha256(self.folder / name) != self.state.files[name]:
@@ -238,24 +193,37 @@ class Checkpoint:
         """The tokenizer that is saved with the checkpoint. Raises UserError."""
         return open_tokenizer(self.folder / "tokenizer", self.state.data.tokenizer)
 
-    def load_weights(self, model: LoMDM, kind: str) -> None:
-        """Fill a model on the CPU with the `raw` weights or their average, `ema`. UserError."""
-        wanted = {f"{kind}/{name}": p.data.view(-1) for name, p in model.named_parameters()}
-        self._check({name: len(tensor) for name, tensor in wanted.items()}, kind)
-        self._read(wanted)
+    def load_weights(self, pieces: list[Piece], kind: str) -> None:
+        """Fill the masters of pieces with the `raw` weights or their average, `ema`. UserError."""
+        self._check_layouts(pieces)
+        for piece in pieces:
+            if piece.layout.dim is not None:
+                piece.master.zero_()  # padding
+        flat = self.state.format == 1
+        self._read({f"{kind}/{piece.name}": _in_boxes(piece, piece.master, flat) for piece in pieces})
 
     def load_engine(self, engine, average: WeightAverage) -> None:
-        """Fill this rank's master weights, moments, average and counters."""
-        state = _engine_state(list(pieces(engine)), average)
-        self._read(state)
+        """Fill this rank's moments, average and counters, and its masters once more."""
+        self._read(engine_state(engine.pieces, average, flat=self.state.format == 1))
         average.updates = self.state.ema_updates
-        set_update_count(engine, self.progress.step)
+        engine.set_update_count(self.progress.step)
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""
-        model = LoMDM(self.config.model, self.config.objective, self.config.data.attend)
-        self.load_weights(model, kind)
+        with torch.device("meta"):
+            model = LoMDM(self.config.model, self.config.objective, self.config.data.attend)
+        model = model.to_empty(device="cpu")
+        pieces = whole_pieces(model)
+        self._check({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
+        self.load_weights(pieces, kind)
         return model.eval()
+
+    def _check_layouts(self, pieces: list[Piece]) -> None:
+        if self.state.format == 1 and any(piece.layout.dim is not None for piece in pieces):
+            raise UserError(
+                f"checkpoint {self.folder} is of an older form, which tensor-parallel ranks cannot load: "
+                f"`lomdm checkpoint convert {self.folder} NEW` first"
+            )
 
     def _check(self, wanted: dict[str, int], kind: str) -> None:
         saved = {name: size for name, size in self._sizes.items() if name.startswith(f"{kind}/")}

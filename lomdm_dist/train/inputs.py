@@ -30,7 +30,7 @@ class Inputs:
 def open_inputs(config: Config, resume: str | None) -> Inputs:
     """Check everything that can be known in one process. `resume`: None, "auto" or a path. UserError."""
     first = rank() == 0
-    config.accumulation(world_size())
+    config.accumulation(config.data_parallel(world_size()))
     train = open_reader(config.data, config.train.seed)
     valid = ShardSet(config.data.valid, access_of(config.data))
     for shards in (*train.sources, valid):
@@ -73,7 +73,7 @@ def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoi
 def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> None:
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
-        "model": ours["model"].keys() - {"dropout"},
+        "model": ours["model"].keys() - {"dropout", "dropout_rng"},
         "objective": (ours["objective"].keys() & theirs["objective"].keys()) - {"time", "time_eps"},
         "data": {"attend"},
         "train": {"global_batch", "seed"},

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,14 @@ from lomdm_dist.data.reader import Rows
 from lomdm_dist.data.shards import unpack
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
-from lomdm_dist.model import LoMDM
 from lomdm_dist.model.flops import step_flops_a_sequence
-from lomdm_dist.parallel.engine import pieces, set_learning_rates, start_engine, take_step
+from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
-from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress, save_checkpoint
+from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
+from lomdm_dist.train.saver import Saver
 from lomdm_dist.train.step import draw_noise, training_loss
 
 STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
@@ -88,11 +89,13 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
     if stop_after is not None and stop_after <= start:
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
     # a signal that comes before the processes have joined ends this one at once: there is nothing to save
-    with run_lock(config.train.run), process_grid() as grid, StopRequest() as stop:
+    tensor_parallel = config.parallel.tensor_parallel
+    with run_lock(config.train.run), process_grid(tensor_parallel) as grid, StopRequest() as stop:
         run = Run(config, inputs, grid)
         try:
             return run.train(stop, config.train.steps if stop_after is None else stop_after)
         finally:
+            run.saver.close()  # what was begun is written
             run.batches.close()
             run.reporter.close()
 
@@ -117,19 +120,21 @@ class Run:
         )
         if grid.first:
             config.save(config.train.run / "config.yaml")
-        self.tokenizer = self.data.first.tokenizer_folder() if grid.first else None
+        tokenizer = self.data.first.tokenizer_folder() if grid.first else None
         self.reporter = Reporter(config, self.progress.step, grid.first)
 
-        torch.manual_seed(config.train.seed)  # every rank draws the same new model
-        model = LoMDM(config.model, config.objective, config.data.attend)
+        blueprint = Blueprint(config, grid)
+        self.parameters = blueprint.parameters
+        make = partial(make_optimizer, config=config.optim)
+        self.engine = start_engine(blueprint, make, config, grid)
         if inputs.resumed:
-            inputs.resumed.load_weights(model, "raw")
-        optimizer = make_optimizer(model, config.optim)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.engine = start_engine(model, optimizer, config, grid)
-        self.average = WeightAverage(pieces(self.engine), config.optim.ema_decay)
+            self.engine.fill(partial(inputs.resumed.load_weights, kind="raw"))
+        else:
+            self.engine.fill(partial(blueprint.draw, seed=config.train.seed))
+        self.average = WeightAverage(self.engine.pieces, config.optim.ema_decay)
         if inputs.resumed:
             inputs.resumed.load_engine(self.engine, self.average)
+        self.saver = Saver(config, self._data_facts(), tokenizer, grid, self.reporter.say)
 
     def train(self, stop: StopRequest, stop_after: int) -> dict:
         self.stop = stop
@@ -149,8 +154,10 @@ class Run:
                 self._validate()
             stopping = not last and (sums["asked"] > 0 or done == stop_after)
             if stopping or last or done % train.save_every == 0:
-                reporter.say(f"saved {self.save()}")
+                self.save()
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
+            if stopping or last:
+                self.saver.wait()
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
                 raise StoppedOnRequest
@@ -160,9 +167,8 @@ class Run:
     def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        set_learning_rates(self.engine, learning_rates(config.optim, step))
-        # dropout is PyTorch's own: seeded by step and rank, so that a resume repeats it
-        torch.manual_seed(hash((config.train.seed, step, grid.data_rank)) % 2**63)
+        self.engine.set_learning_rates(learning_rates(config.optim, step))
+        self._seed_native_dropout(step)
         self.engine.train()
         sums, rows = StepSums(), self._rows()
         for k in range(self.accumulation):
@@ -171,11 +177,21 @@ class Run:
             noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
             loss, stats = self.engine(training_loss, x, valid, noise, config)
             self.engine.backward(loss)
-            self.gradient_norm = take_step(self.engine)
+            self.gradient_norm = self.engine.step()
             sums.add(stats)
         self.average.update()
         sums.add({"asked": torch.tensor(stop.asked), "replaced": torch.tensor(rows.replaced)})
         return sums.reduced(grid)
+
+    def _seed_native_dropout(self, step: int) -> None:
+        """By step and rank, so that a resume on the same grid repeats it.
+
+        Tensor-parallel ranks draw alike what all of them compute, and apart where each has its own tokens.
+        """
+        parallel, grid = self.config.parallel, self.grid
+        shares_tokens = parallel.tensor_parallel > 1 and parallel.sequence_parallel
+        place = (grid.data_rank, grid.tensor_rank if shares_tokens else 0)
+        torch.manual_seed(hash((self.config.train.seed, step, *place)) % 2**63)
 
     def _count(self, sums: dict[str, float]) -> None:
         """Move on by one step, unless its numbers are not numbers."""
@@ -214,9 +230,12 @@ class Run:
         """Data that do not come must not hold up a stop. Only a run of one process can still save then."""
         self._say_messages()
         if self.stop.asked and time.perf_counter() - self.asked > STUCK_SECONDS:
-            saved = f"saved {self.save()}" if world_size() == 1 else "nothing more was saved"
+            if alone := world_size() == 1:
+                self.save()
+            self.saver.wait()
+            saved = "" if alone else "; nothing more was saved"
             self.reporter.say(
-                f"stopped on request while waiting for data; {saved}; continue with --resume auto"
+                f"stopped on request while waiting for data{saved}; continue with --resume auto"
             )
             raise StoppedOnRequest
 
@@ -270,14 +289,14 @@ class Run:
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
-    def save(self) -> Path:
-        data = DataFacts(
+    def save(self) -> None:
+        self.saver.save(self.engine.pieces, self.average, self.progress)
+
+    def _data_facts(self) -> DataFacts:
+        return DataFacts(
             tokenizer=self.data.first.tokenizer,
             packing=self.data.first.manifest.packing,
             identity=self.data.identity(),
-        )
-        return save_checkpoint(
-            self.engine, self.average, self.progress, self.config, data, self.tokenizer, self.grid
         )
 
     def _heading(self) -> str:
@@ -286,7 +305,16 @@ class Run:
         kind = " ".join([objective.name, *(f"{key}={value}" for key, value in chosen.items())])
         return (
             f"{kind}, {self.parameters:,} parameters, {train.precision}, "
-            f"ZeRO {self.config.parallel.zero_stage}, {self.grid.device.type} x {world_size()}; "
+            f"{_engine_in_words(self.config)}, {self.grid.device.type} x {world_size()}; "
             f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
             f"x micro-batch {train.micro_batch}; {len(self.data):,} sequences; from step {self.progress.step}"
         )
+
+
+def _engine_in_words(config: Config) -> str:
+    parallel = config.parallel
+    name = "FSDP2" if parallel.engine == "fsdp2" else f"ZeRO {parallel.zero_stage}"
+    if parallel.tensor_parallel > 1:
+        name += f", tensor parallel {parallel.tensor_parallel}"
+        name += " with sequence parallelism" if parallel.sequence_parallel else ""
+    return name

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lomdm_dist.config import OptimConfig
 from lomdm_dist.model import LoMDM
-from lomdm_dist.parallel.engine import Piece
+from lomdm_dist.parallel.layout import Piece
 
 
 def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:

@@ -9,15 +9,20 @@ from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.bound import draw_terms
 from lomdm_dist.process import PowerSchedule, keyed_uniforms, log_q, rloo_surrogate, stratify
-from lomdm_dist.process.noise import Purpose
+from lomdm_dist.process.noise import Purpose, keyed_integers
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The randomness of a micro-batch: time [B, 2] and masks, one [B, L] a sample; uniforms."""
+    """The randomness of a micro-batch: time [B, 2] and masks, one [B, L] a sample; uniforms.
+
+    dropout [passes, B]: the keys of each sequence in each pass of the network, int64: first that of the
+    order (or of `ar`), then one a sample. None: dropout draws torch's own numbers, or there is none.
+    """
 
     time: Tensor
     masks: list[Tensor]
+    dropout: Tensor | None = None
 
 
 def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
@@ -31,13 +36,18 @@ def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
     )
     uniforms[:, 0] = stratify(uniforms[:, 0], indices, config.train.global_batch)
     time, *masks = uniforms.to(device).split([2] + [length] * config.objective.samples, dim=1)
-    return Noise(time, masks)
+    dropout = None
+    if config.model.dropout and config.model.dropout_rng == "keyed":
+        passes = 1 + config.objective.samples
+        keys = keyed_integers(config.train.seed, Purpose.DROPOUT, step, indices, passes)
+        dropout = keys.T.contiguous().to(device)
+    return Noise(time, masks, dropout)
 
 
 def training_loss(model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config) -> tuple:
     """The loss of a micro-batch under the config's objective, and what to log of it."""
     if config.objective.name == "ar":
-        return autoregressive_loss(model, x, valid)
+        return autoregressive_loss(model, x, valid, noise)
     return two_sample_loss(model, x, valid, noise, config)
 
 
@@ -52,9 +62,10 @@ def two_sample_loss(
     and through log q. A fixed order is the same with one sample, hence no RLOO term.
     """
     objective = config.objective
-    schedule = model.order(x, valid)
+    of_order, of_samples = (None, None) if noise.dropout is None else (noise.dropout[0], noise.dropout[1:])
+    schedule = model.order(x, valid, of_order)
     t, masked, main, velocity = draw_terms(
-        model, schedule, x, valid, noise.time, noise.masks, objective.time, objective.time_eps
+        model, schedule, x, valid, noise.time, noise.masks, objective.time, objective.time_eps, of_samples
     )
     losses = main + velocity
     bound = losses.mean(dim=0)
@@ -79,9 +90,12 @@ def two_sample_loss(
         }
 
 
-def autoregressive_loss(model: LoMDM, x: Tensor, valid: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+def autoregressive_loss(
+    model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`ar`: the exact -log p(x), scaled and logged as the bounds are; it is all main term."""
-    nll = model.causal_ce(x, valid).double().sum(dim=1)
+    keys = None if noise.dropout is None else noise.dropout[0]
+    nll = model.causal_ce(x, valid, keys).double().sum(dim=1)
     none = torch.zeros((), dtype=torch.float64, device=x.device)
     stats = dict.fromkeys(("velocity", "rloo", "advantage", "log_q_ratio", "exponent"), none)
     total = nll.detach().sum()

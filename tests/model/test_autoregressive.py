@@ -15,7 +15,7 @@ from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import next_token
 from lomdm_dist.train.step import training_loss
-from tests.model.test_model import randomised, tiny_config
+from tests.model.test_model import noise, randomised, tiny_config
 from tests.sample.test_ancestral import Draws
 
 TINY = tiny_config(model={"vocab_size": 5, "mask_id": 2, "length": 3}, objective={"name": "ar"})
@@ -51,7 +51,7 @@ def test_loss_is_the_mean_nll_a_token_and_reaches_every_parameter():
     config = tiny_config(objective={"name": "ar"})
     model = randomised(config)
     x = torch.randint(5, 11, (4, 8))
-    loss, stats = training_loss(model, x, None, None, config)
+    loss, stats = training_loss(model, x, None, noise(config, len(x)), config)
     assert loss.item() == pytest.approx(stats["bound"].item() / stats["tokens"].item())
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

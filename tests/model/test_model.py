@@ -254,6 +254,6 @@ def test_block_flops_are_those_that_torch_counts():
     context = model.backbone.context(None, 32)
     # the counter knows the plain products of attention, not the fused CPU kernel
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model.backbone.blocks[0](torch.zeros(2, 32, 64), *context)
+        model.backbone.blocks[0](torch.zeros(2 * 32, 64), *context)
     adaln = 2 * config.model.condition_width * 6 * 64  # once a pass, not once a token
     assert counter.get_total_flops() == 2 * 32 * block_flops(config.model) + adaln

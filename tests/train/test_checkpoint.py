@@ -5,12 +5,12 @@ import pytest
 
 from lomdm_dist.machine import to_json
 from lomdm_dist.process import keyed_uniforms
-from lomdm_dist.train.checkpoint import _drop_old
 from lomdm_dist.train.metrics import _has_wandb_key, _keep_until
+from lomdm_dist.train.saver import drop_old
 
 
-def steps_left(folder, newest, keep) -> list[str]:
-    _drop_old(folder / f"step-{newest}", keep)
+def steps_left(folder, newest, keep, every=0) -> list[str]:
+    drop_old(folder / f"step-{newest}", keep, every)
     return sorted(path.name for path in folder.iterdir())
 
 

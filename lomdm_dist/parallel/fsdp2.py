@@ -1,0 +1,112 @@
+"""PyTorch's FSDP2 as the engine: parameters are sharded by rows, a block at a time is whole."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lomdm_dist.config import Config
+from lomdm_dist.model.backbone import Block
+from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.parallel.layout import Layout, Piece
+from lomdm_dist.parallel.norm import MOMENTS, gradient_norm, new_state
+
+
+class Fsdp2:
+    """See engine.py. ZeRO 2 keeps a block's parameters whole between forward and backward, 3 does not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: dict[str, Layout],
+        make_optimizer: Callable,
+        config: Config,
+        grid: Grid,
+    ):
+        self.model, self.layouts, self.grid = model, layouts, grid
+        self.clip, self.accumulation, self.micro_steps = (
+            config.optim.clip,
+            config.accumulation(grid.data_size),
+            0,
+        )
+        mesh = grid.data_mesh(config.parallel.shard_group)
+        self.shards = mesh.get_group("shards")
+        bf16 = config.train.precision == "bf16"
+        options = {
+            "mesh": mesh,
+            "reshard_after_forward": config.parallel.zero_stage == 3,
+            # the shards are the masters, in float32; inputs are what the network makes of them
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if bf16 else None,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            ),
+        }
+        if config.parallel.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=grid.device.type == "cuda")
+        for block in [module for module in model.modules() if isinstance(module, Block)]:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        model.to_empty(device="cpu" if config.parallel.offload else grid.device)
+        self.optimizer = make_optimizer(model)
+        for parameter in model.parameters():
+            self.optimizer.state[parameter] = new_state(parameter, self.optimizer)
+        self.pieces = list(self._pieces())
+
+    def __call__(self, function: Callable, *arguments):
+        return self.model(function, *arguments)
+
+    def train(self) -> None:
+        self.model.train()
+
+    def eval(self) -> None:
+        self.model.eval()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.accumulation).backward()
+
+    def step(self) -> float | None:
+        self.micro_steps += 1
+        if self.micro_steps % self.accumulation:
+            return None
+        gradients = [
+            (name, p.grad.to_local()) for name, p in self.model.named_parameters() if p.grad is not None
+        ]
+        norm = gradient_norm(
+            ((g, self.layouts[n].dim is not None) for n, g in gradients), self.grid, self.shards
+        )
+        torch._foreach_mul_([g for _, g in gradients], min(1.0, self.clip / (norm + 1e-6)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def set_learning_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
+
+    def set_update_count(self, updates: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(updates)
+
+    def fill(self, read: Callable[[list[Piece]], None]) -> None:
+        read(self.pieces)
+
+    def _pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.model.named_parameters():
+            master = _flat(parameter.data)
+            if len(master):
+                _, offsets = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                start = offsets[0] * math.prod(parameter.shape[1:])
+                moments = {m: _flat(self.optimizer.state[parameter][m]) for m in MOMENTS}
+                yield Piece(name, self.layouts[name], start, master, moments)
+
+
+def _flat(tensor: DTensor) -> Tensor:
+    """This rank's rows, as a view."""
+    return tensor.to_local().view(-1)

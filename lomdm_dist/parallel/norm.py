@@ -1,0 +1,36 @@
+"""What both engines share: the norm of a gradient that is spread over the grid, AdamW's state."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lomdm_dist.parallel.grid import Grid
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def gradient_norm(gradients: Iterable[tuple[Tensor, bool]], grid: Grid, shards=None) -> float:
+    """The norm of the whole gradient.
+
+    gradients: (what this rank has of one, whether it is split over the tensor-parallel ranks); shards:
+    the group over which the data-parallel ranks have shared them out, None where each has all.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=grid.device)
+    for gradient, is_split in gradients:
+        squares[int(is_split)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).double() ** 2
+    if shards is not None:
+        dist.all_reduce(squares, group=shards)
+    if grid.tensor_size > 1:
+        of_split = squares[1:].clone()
+        dist.all_reduce(of_split, group=grid.tensor_group)
+        squares[1:] = of_split
+    return squares.sum().sqrt().item()
+
+
+def new_state(master: Tensor, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """AdamW's state of a tensor before its first step."""
+    device = master.device if optimizer.defaults["fused"] else "cpu"
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return {"step": step, **{moment: torch.zeros_like(master) for moment in MOMENTS}}

@@ -1,0 +1,186 @@
+"""DeepSpeed as the engine: ZeRO 0 to 3."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lomdm_dist.config import Config
+from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.parallel.layout import Layout, Piece
+from lomdm_dist.parallel.norm import MOMENTS, gradient_norm, new_state
+
+
+class DeepSpeed:
+    """See engine.py."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: dict[str, Layout],
+        make_optimizer: Callable,
+        config: Config,
+        grid: Grid,
+    ):
+        deepspeed = _import_deepspeed(grid)
+        self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
+        settings = _settings(config, grid)
+        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        for module in reversed(list(model.modules())):  # children first: a module converts its children too
+            _materialise(module, dtype, grid.device)
+            if self.stage == 3:  # partitioned at once, so that one module at a time is whole
+                group = grid.mpu.get_data_parallel_group()
+                deepspeed.zero.Init(
+                    module=module, data_parallel_group=group, config_dict_or_path=settings, mpu=grid.mpu
+                )
+        for name, parameter in model.named_parameters():
+            # DeepSpeed's norms count such a parameter on every tensor-parallel rank, others once
+            parameter.tensor_model_parallel = layouts[name].dim is not None
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model), mpu=grid.mpu, config=settings
+        )
+        self._inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        self._make_moments()
+        self.pieces = list(self._pieces())
+
+    def __call__(self, function: Callable, *arguments):
+        return self.engine(function, *arguments)
+
+    def train(self) -> None:
+        self.engine.train()
+
+    def eval(self) -> None:
+        self.engine.eval()
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def step(self) -> float | None:
+        """DeepSpeed keeps the norm for ZeRO 1 to 3 only; without, the gradients lie here until the step."""
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+            return None
+        if self.stage > 0:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        norm = gradient_norm(self._gradients(), self.grid)
+        self.engine.step()
+        return norm
+
+    def _gradients(self) -> Iterator[tuple[Tensor, bool]]:
+        for name, parameter in self.engine.module.named_parameters():
+            if parameter.grad is not None:
+                yield parameter.grad, self.layouts[name].dim is not None
+
+    def set_learning_rates(self, rates: list[float]) -> None:
+        """A rate for each parameter group, in the optimiser's order; those without a group are left."""
+        for group, rate in zip(self.engine.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
+
+    def set_update_count(self, updates: int) -> None:
+        """Set AdamW's step counter, which corrects the bias of the moments."""
+        for state in self._inner.state.values():
+            state["step"].fill_(updates)
+
+    def fill(self, read: Callable[[list[Piece]], None]) -> None:
+        read(self.pieces)
+        if self.stage in (1, 2):  # every rank holds what the network computes with, besides its masters
+            read(
+                [
+                    Piece(name, self.layouts[name], 0, parameter.data.view(-1), {})
+                    for name, parameter in self.engine.module.named_parameters()
+                ]
+            )
+        if self.stage == 3:
+            parameters = dict(self.engine.module.named_parameters())
+            for piece in self.pieces:
+                parameters[piece.name].ds_tensor.data[: len(piece.master)].copy_(piece.master)
+
+    def _masters(self) -> list[Tensor]:
+        """The tensors that AdamW updates: flat float32 partitions under ZeRO, else the parameters."""
+        if self.stage == 3:
+            return self.engine.optimizer.fp32_partitioned_groups_flat
+        return [p for group in self._inner.param_groups for p in group["params"]]
+
+    def _make_moments(self) -> None:
+        """Create the moments now rather than in the first step, so that a checkpoint can fill them."""
+        for master in self._masters():
+            self._inner.state[master] = new_state(master, self._inner)
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Over the ranks they cover every parameter."""
+        for name, parameter in self.engine.module.named_parameters():
+            layout = self.layouts[name]
+            if self.stage == 3:
+                yield from _zero3_piece(name, layout, parameter)
+            elif self.stage > 0:
+                yield from _zero12_piece(name, layout, parameter, self._inner)
+            else:
+                flat = {m: self._inner.state[parameter][m].view(-1) for m in MOMENTS}
+                yield Piece(name, layout, 0, parameter.data.view(-1), flat)
+
+
+def _import_deepspeed(grid: Grid):
+    # extensions that DeepSpeed may compile belong to the environment, not to the home folder
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if grid.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it warns that it looked in vain
+    import deepspeed
+
+    # Its shared-memory all-reduce for CPUs is compiled at first use (a minute, and a killed compilation
+    # leaves a lock that hangs the next run without a word); gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _settings(config: Config, grid: Grid) -> dict:
+    """DeepSpeed's own configuration."""
+    zero = {"stage": config.parallel.zero_stage}
+    if config.parallel.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": config.accumulation(grid.data_size),
+        "gradient_clipping": config.optim.clip,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # its own Adam for the host is compiled at first use
+        "bf16": {"enabled": config.train.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # by default gradients are reduced in the network's bf16
+        "steps_per_print": sys.maxsize,
+    }
+
+
+def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module's own parameters memory, not yet set."""
+    for name, parameter in module.named_parameters(recurse=False):
+        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        module.register_parameter(name, nn.Parameter(empty))
+
+
+def _zero12_piece(name: str, layout: Layout, parameter, optimizer) -> Iterator[Piece]:
+    here = parameter._hp_mapping  # None where no part of it is on this rank
+    if here is not None:
+        partition = optimizer.param_groups[here.param_group_index]["params"][0]
+        address = here.hp_fragment_address
+        moments = {m: optimizer.state[partition][m].narrow(0, address.start, address.numel) for m in MOMENTS}
+        yield Piece(name, layout, here.lp_fragment_address.start, here.hp_fragment.data, moments)
+
+
+def _zero3_piece(name: str, layout: Layout, parameter) -> Iterator[Piece]:
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+    share = parameter.ds_tensor.ds_numel  # equal on all ranks; the last one's end is padding
+    start = share * torch.distributed.get_rank(parameter.ds_process_group)
+    size = min(share, parameter.ds_numel - start)
+    if size > 0:
+        moments = {m: safe_get_local_optimizer_state(parameter, m)[:size] for m in MOMENTS}
+        master = safe_get_local_fp32_param(parameter).detach()[:size]
+        yield Piece(name, layout, start, master, moments)

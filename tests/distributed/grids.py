@@ -1,0 +1,65 @@
+"""Functions run on several processes that are forked from one server, which has imported all that is slow."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import wait
+
+PRELOADED = ["torch", "deepspeed", "megatron.core", "lomdm_dist.train.loop", "lomdm_dist.parallel.tensor"]
+SECONDS = 300
+
+
+def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> list:
+    """`function(*arguments)` on `count` processes at once, each told its rank as launchers do; the results.
+
+    A failure of one ends all, and is raised with its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(count):
+        ours, theirs = context.Pipe(duplex=False)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = context.Process(target=_child, args=(place, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results = [None] * count
+    try:
+        waiting = dict(zip(pipes, range(count), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=seconds)
+            assert ready, f"nothing came from ranks {sorted(waiting.values())} for {seconds} seconds"
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    good, results[rank] = pipe.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                assert good, f"rank {rank}: {results[rank]}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
+
+
+def _child(place: dict, pipe, function, arguments) -> None:
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
