@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 
+from lomdm_dist.convert.checkpoint import seal
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.files import sha256
 from lomdm_dist.parallel.layout import whole_pieces
-from lomdm_dist.train.checkpoint import STATE, Checkpoint, checkpoint_files
+from lomdm_dist.train.checkpoint import Checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 VOCABULARY, LENGTH = 300, 16
@@ -81,6 +81,5 @@ def randomize(run: Path, out: Path) -> Checkpoint:
         for piece in whole_pieces(checkpoint.build_model(kind)):
             state[f"{kind}/{piece.name}"] = 0.2 * torch.randn(piece.layout.shape, generator=generator)
     dcp.save(state, checkpoint_id=out, no_dist=True)
-    files = {name: sha256(out / name) for name in checkpoint_files(out)}
-    (out / STATE).write_text(checkpoint.state.model_copy(update={"files": files}).model_dump_json())
+    seal(out, checkpoint.state)
     return Checkpoint(out)

@@ -1,0 +1,167 @@
+"""What goes silently wrong on a grid without a remedy: each is shown with it, and without it."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lomdm_dist.config import load_config
+from lomdm_dist.errors import UserError
+from tests.distributed.grids import on_processes
+from tests.distributed.runs import ROOT, curve
+from tests.distributed.test_grids import GRIDS, SHAPE, on_grid, train
+
+# --- tensors that are not contiguous -----------------------------------------------------------------
+
+
+def cross_the_group(ours: bool) -> tuple[float, float]:
+    """Sum a transposed tensor over the ranks, and the gradient of one, in our way or in Megatron's."""
+    from lomdm_dist.ops.collective import same_on, sum_over
+    from lomdm_dist.parallel.grid import process_grid
+
+    with process_grid(2) as grid:
+        from megatron.core.tensor_parallel import mappings
+
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        if ours:
+            total, same = sum_over(x.t(), grid.tensor_group), same_on(x, grid.tensor_group)
+        else:
+            total = mappings.reduce_from_tensor_model_parallel_region(x.t(), grid.tensor_group)
+            same = mappings.copy_to_tensor_model_parallel_region(x, grid.tensor_group)
+        (same.t() @ torch.ones(2, 1)).sum().backward()  # the gradient is an expanded tensor
+        return total[2, 1].item(), x.grad[0, 0].item()
+
+
+def test_tensors_that_are_not_contiguous_are_summed():
+    assert on_processes(2, cross_the_group, True) == [(10.0, 2.0)] * 2
+    assert on_processes(2, cross_the_group, False)[0][0] == 5.0, "Megatron sums them now: drop collective.py"
+
+
+# --- gradients of replicated parameters under sequence parallelism ------------------------------------
+
+
+def train_without(remedy: str, overrides: list[str]) -> None:
+    if remedy:
+        import lomdm_dist.parallel.tensor as tensor
+
+        setattr(tensor, remedy, lambda x, group: x)
+    train(overrides)
+
+
+def norms_of(grid: str, options: list[str], run: Path, without: str = "") -> list[float]:
+    processes, place = on_grid(grid)
+    on_processes(processes, train_without, without, [*options, *place, f"train.run={run}"])
+    return list(curve(run, "grad_norm").values())
+
+
+def test_replicated_parameters_get_the_gradient_of_all_tokens(base, tmp_path):
+    options = [*base, *SHAPE, "train.steps=3", "parallel.sequence_parallel=true"]
+    alone = norms_of("1", options, tmp_path / "alone")
+    assert norms_of("tp2", options, tmp_path / "with") == pytest.approx(alone, rel=1e-4)
+    assert norms_of("tp2", options, tmp_path / "without", "same_on") != pytest.approx(alone, rel=1e-2)
+
+
+# --- precision ---------------------------------------------------------------------------------------
+
+
+def test_bf16_without_master_weights_is_refused():
+    with pytest.raises(UserError, match=r"bf16 needs the fp32 master weights .* use zero_stage 1"):
+        load_config(ROOT / "configs/demo.yaml", ["train.precision=bf16", "parallel.zero_stage=0"])
+
+
+def reduction_and_masters(overrides: list[str]) -> tuple:
+    from lomdm_dist.parallel.grid import process_grid
+    from lomdm_dist.train.inputs import open_inputs
+    from lomdm_dist.train.loop import Run
+
+    config = load_config(ROOT / "configs/demo.yaml", overrides)
+    with process_grid() as grid:
+        run = Run(config, open_inputs(config, None), grid)
+        masters = {piece.master.dtype for piece in run.engine.pieces}
+        reduced = run.engine.engine.communication_data_type
+        run.saver.close()
+        run.batches.close()
+        return reduced, masters
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_reduced_and_masters_kept_in_float32(stage, base, tmp_path):
+    """By default DeepSpeed reduces the gradients of a network in bf16 in bf16."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").touch()
+    options = [*base, "train.precision=bf16", f"parallel.zero_stage={stage}", f"train.run={tmp_path / 'run'}"]
+    found = on_processes(1, reduction_and_masters, options)[0]
+    assert found == (torch.float32, {torch.float32})
+
+
+# --- noise -------------------------------------------------------------------------------------------
+
+
+def hashes_of_z(overrides: list[str]) -> list[str]:
+    """Of every z that this rank trains on."""
+    import lomdm_dist.model.bound as bound
+
+    plain, hashes = bound.corrupt, []
+
+    def noted(*arguments):
+        z = plain(*arguments)
+        hashes.append(hashlib.sha256(np.ascontiguousarray(z.numpy())).hexdigest())
+        return z
+
+    bound.corrupt = noted
+    train(overrides)
+    return hashes
+
+
+def test_z_is_the_same_in_a_tensor_parallel_group_and_different_across_data_parallel_ranks(base, tmp_path):
+    options = [*base, "train.steps=3", "train.micro_batch=8", f"train.run={tmp_path / 'run'}"]
+    processes, place = on_grid("tp2 dp2")
+    of_rank = on_processes(processes, hashes_of_z, [*options, *place])
+    assert of_rank[0] == of_rank[1] and of_rank[2] == of_rank[3]
+    assert len(of_rank[0]) == 6, "two samples a step"
+    assert not set(of_rank[0]) & set(of_rank[2])
+    print(f"{len({tuple(h) for h in of_rank})} classes of z on {GRIDS['tp2 dp2']}")
+
+
+# --- grids that cannot be ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tensor_parallel=2"], r"model.heads 3 do not divide over .* 3 / 2 = 1.5"),
+        (
+            ["model.heads=4", "model.length=63", "parallel.tensor_parallel=2"],
+            r"model.length 63 does not divide over parallel.tensor_parallel 2.* set that to false",
+        ),
+        (["parallel.engine=fsdp2", "parallel.zero_stage=1"], "zero_stage 2 or 3, not 1"),
+        (["parallel.zero_stage=0", "parallel.offload=true"], "offload is for zero_stage 1 to 3"),
+        (["parallel.shard_group=2"], "shard_group is for engine fsdp2"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_config(ROOT / "configs/demo.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "message"),
+    [
+        (
+            ["model.heads=4", "parallel.tensor_parallel=2"],
+            3,
+            r"3 processes do not form groups .* 3 / 2 = 1.5",
+        ),
+        (
+            ["parallel.engine=fsdp2", "parallel.zero_stage=3", "parallel.shard_group=4"],
+            6,
+            r"6 data-parallel ranks do not form groups of parallel.shard_group 4: 6 / 4 = 1.5",
+        ),
+    ],
+)
+def test_processes_that_form_no_grid_are_refused(overrides, processes, message):
+    config = load_config(ROOT / "configs/demo.yaml", overrides)
+    with pytest.raises(UserError, match=message):
+        config.data_parallel(processes)
