@@ -6,7 +6,9 @@ A step is forward and backward of a stack of plain transformer blocks (norm, att
 residuals). There is no embedding, projection onto the vocabulary or optimiser, so the share of a real
 step is smaller. The three ways are measured in turn, one after the other in every round, and the order
 turns from round to round; a share is the median over rounds of the difference to `none` of the same
-round, over the median of `none`. One thread on a CPU, float32; on a GPU larger batches, bf16, compiled.
+round, over the median of `none`. The operation is timed by itself as well: what it takes, times how
+often a step has it, is the steadier measure where others use the machine. One thread on a CPU, float32;
+on a GPU larger batches, bf16, and the compiled operation.
 """
 
 import argparse
@@ -77,10 +79,6 @@ def step(blocks: nn.ModuleList, x: Tensor, sequence_keys: Tensor, length: int, w
     x.sum().backward()
 
 
-def call(x: Tensor, mixed: Tensor, gate: Tensor, grad: Tensor, rows: Tensor, way: str) -> None:
-    torch.autograd.grad(residual(way, x, mixed, gate, rows, 0), (x, mixed, gate), grad)
-
-
 def seconds(function, repeats: int) -> float:
     """Of one call of the function."""
     if GPU:
@@ -111,10 +109,25 @@ def compare(function, rounds: int) -> dict:
     return {"seconds": taken, **shares, "keyed_minus_native_share": share("keyed", "native")}
 
 
-def check(device: str) -> None:
+def draw(*size: int) -> Tensor:
+    return torch.randn(size, device=DEVICE, dtype=DTYPE)
+
+
+def by_itself(N: int, width: int, rounds: int) -> dict:
+    """Forward and backward of one residual."""
+    leaves = [tensor.requires_grad_() for tensor in (draw(N, width), draw(N, width), draw(1, width))]
+    grad, rows = draw(N, width), row_keys(torch.randint(2**62, (1,), device=DEVICE), N)
+
+    def call(way: str) -> None:
+        torch.autograd.grad(residual(way, *leaves, rows, 0), leaves, grad)
+
+    return compare(call, rounds)
+
+
+def check() -> None:
     """The operation as measured obeys the plain mask; where it is compiled, this is what shows it."""
-    rows = row_keys(torch.arange(4, device=device), 256)
-    zeros, ones = torch.zeros(1024, 96, device=device), torch.ones(1024, 96, device=device)
+    rows = row_keys(torch.arange(4, device=DEVICE), 256)
+    zeros, ones = torch.zeros(1024, 96, device=DEVICE), torch.ones(1024, 96, device=DEVICE)
     found = residual_dropout(zeros, ones, ones[:1], RATE, rows, 5)
     torch.testing.assert_close(found, keyed_mask(rows, 5, 96, RATE) / (1 - RATE))
 
@@ -135,24 +148,26 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    check(DEVICE)
+    check()
     where = torch.cuda.get_device_name() if GPU else platform.processor() or platform.machine()
     print(f"{where}, torch {torch.__version__}, {DTYPE}, rate {RATE}, {options.rounds} rounds")
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=DEVICE, dtype=DTYPE)
 
     steps = []
     for shape in SHAPES:
         blocks = nn.ModuleList(Block(shape, k) for k in range(shape.blocks)).to(DEVICE, DTYPE)
-        x = draw(shape.batch * shape.length, shape.width)
+        N = shape.batch * shape.length
+        x = draw(N, shape.width)
         keys = torch.randint(2**62, (shape.batch,), device=DEVICE)
         result = compare(partial(step, blocks, x, keys, shape.length), options.rounds)
-        steps.append(shape._asdict() | result)
         table(", ".join(f"{name} {value}" for name, value in shape._asdict().items()), result)
-    leaves = [tensor.requires_grad_() for tensor in (draw(*CALL), draw(*CALL), draw(1, CALL[1]))]
-    rows = row_keys(torch.randint(2**62, (CALL[0] // 1024,), device=DEVICE), 1024)
-    result = compare(partial(call, *leaves, draw(*CALL), rows), options.rounds)
+        call, count = by_itself(N, shape.width, options.rounds), 2 * shape.blocks
+        table(f"the operation by itself, forward and backward, {[N, shape.width]}", call)
+        lone, whole = (statistics.median(found["seconds"]["none"]) for found in (call, result))
+        shares = {way: count * call[f"{way}_share"] * lone / whole for way in WAYS[1:]}
+        print(f"\n{count} of these a step, over a step of none:", end=" ")
+        print(", ".join(f"{way} {share:+.2%}" for way, share in shares.items()), flush=True)
+        steps.append(shape._asdict() | result | {"call": call, "shares_by_calls": shares})
+    result = by_itself(*CALL, options.rounds)
     table(f"the operation by itself, forward and backward, {list(CALL)}", result)
     config = {"rate": RATE, "rounds": options.rounds, "dtype": str(DTYPE), "threads": 1}
     machine.write_result(options.json, {"steps": steps, "call": {"shape": CALL, **result}}, config)

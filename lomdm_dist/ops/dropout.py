@@ -112,23 +112,30 @@ def _compiled(function):
     return torch.compile(function)
 
 
-def _chunks(count: int, width: int) -> list[slice]:
-    size = max(1, CHUNK // width)
-    return [slice(start, start + size) for start in range(0, count, size)]
+def _on(device: torch.device, function):
+    return _compiled(function) if device.type == "cuda" else function
+
+
+def _chunks(x: Tensor) -> list[slice] | None:
+    """The rows of x in parts, where it is large and on a CPU."""
+    if x.is_cuda or x.numel() <= CHUNK:
+        return None
+    size = max(1, CHUNK // x.shape[1])
+    return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
 class _ResidualDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mixed, gate, rate, rows, branch):
-        N, D = x.shape
         ctx.rate, ctx.threshold, ctx.dtype = rate, _threshold(rate), gate.dtype
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32)) / (1 - rate)
-        rows, channels = (_compiled(_keys) if x.is_cuda else _keys)(rows, branch, _numbers(D, rows))
+        rows, channels = _on(x.device, _keys)(rows, branch, _numbers(x.shape[1], rows))
         ctx.save_for_backward(mixed, gate, rows, channels)
-        if x.is_cuda:
-            return _compiled(_forward)(x, mixed, gate, rows, channels, ctx.threshold)
+        chunks = _chunks(x)
+        if chunks is None:
+            return _on(x.device, _forward)(x, mixed, gate, rows, channels, ctx.threshold)
         out = torch.empty_like(x)
-        for part in _chunks(N, D):
+        for part in chunks:
             out[part] = _forward(x[part], mixed[part], gate, rows[part], channels, ctx.threshold)
         return out
 
@@ -136,13 +143,14 @@ class _ResidualDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         mixed, gate, rows, channels = ctx.saved_tensors
-        if grad.is_cuda:
-            of_mixed, of_gate = _compiled(_backward)(grad, mixed, gate, rows, channels, ctx.threshold)
+        chunks = _chunks(mixed)
+        if chunks is None:
+            arguments = grad, mixed, gate, rows, channels, ctx.threshold
+            of_mixed, of_gate = _on(grad.device, _backward)(*arguments)
         else:
             of_mixed, of_gate = torch.empty_like(mixed), torch.zeros_like(gate)
-            for part in _chunks(*mixed.shape):
-                of_mixed[part], summed = _backward(
-                    grad[part], mixed[part], gate, rows[part], channels, ctx.threshold
-                )
+            for part in chunks:
+                arguments = grad[part], mixed[part], gate, rows[part], channels, ctx.threshold
+                of_mixed[part], summed = _backward(*arguments)
                 of_gate += summed
         return grad, of_mixed, (of_gate / (1 - ctx.rate)).to(ctx.dtype), None, None, None

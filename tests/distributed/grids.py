@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -40,7 +41,7 @@ def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> 
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    good, results[rank] = pipe.recv()
+                    good, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     raise AssertionError(f"rank {rank} died") from None
                 assert good, f"rank {rank}: {results[rank]}"
@@ -59,7 +60,9 @@ def _child(place: dict, pipe, function, arguments) -> None:
     torch.set_num_threads(1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        pipe.send((True, function(*arguments)))
+        outcome = True, function(*arguments)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        outcome = False, traceback.format_exc()
+    # pickled here: the pipe's own way to send a tensor is through memory that dies with this process
+    pipe.send_bytes(pickle.dumps(outcome))
     os._exit(0)
