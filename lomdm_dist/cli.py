@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | eval | sample | convert`.
+"""The command line: `lomdm prepare | train | eval | sample | checkpoint | convert`.
 
 Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on request after saving;
 1 anything else.
@@ -24,6 +24,7 @@ OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ...
 EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
 PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
+A_CHECKPOINT = "a run folder (its latest) or a checkpoint"
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
 
@@ -99,6 +100,8 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     )
     _ppl_options(evaluations.add_parser("ppl", parents=[common], help="perplexity by the bound"))
     _sample_options(commands.add_parser("sample", parents=[common], help="generate text"))
+
+    _checkpoint_commands(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
 
     conversions = commands.add_parser("convert", help="to Hugging Face").add_subparsers(
         required=True, metavar="DIRECTION"
@@ -274,7 +277,7 @@ def _train(options) -> None:
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, help="a run folder (its latest) or a checkpoint")
+    parser.add_argument("--checkpoint", required=True, help=A_CHECKPOINT)
     parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help=WEIGHTS)
 
 
@@ -430,8 +433,68 @@ def _check_pace(path: str, overrides: list[str]) -> list[str]:
     return overrides
 
 
+def _checkpoint_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    inspect = actions.add_parser("inspect", parents=[common], help="say what it holds; reads no weights")
+    verify = actions.add_parser("verify", parents=[common], help="read all of it, and check it")
+    convert = actions.add_parser("convert", parents=[common], help="the same, in today's form and one file")
+    for command, run in (
+        (inspect, _inspect_checkpoint),
+        (verify, _verify_checkpoints),
+        (convert, _convert_checkpoint),
+    ):
+        command.add_argument("path", type=Path, metavar="PATH", help=A_CHECKPOINT)
+        command.set_defaults(run=run)
+    verify.add_argument("--all", action="store_true", help="every checkpoint of a run folder")
+    convert.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    convert.add_argument(
+        "--weights-only", action="store_true", help="without AdamW's moments: smaller, cannot be resumed"
+    )
+
+
+def _inspect_checkpoint(options) -> None:
+    from lomdm_dist import machine
+    from lomdm_dist.convert.checkpoint import inspect
+
+    contents = inspect(options.path)
+    print("\n".join(contents.lines()))
+    machine.write_result(options.json, contents.as_dict(), contents.checkpoint.config.as_dict())
+
+
+def _verify_checkpoints(options) -> None:
+    """A line each; a UserError at the end where one is not whole."""
+    from lomdm_dist import machine
+    from lomdm_dist.convert.checkpoint import checkpoints_of, verify
+
+    results, problems = [], []
+    for folder in checkpoints_of(options.path) if options.all else [options.path]:
+        try:
+            contents = verify(folder)
+            results.append(contents.totals() | {"whole": True})
+            print(f"whole: {contents.line()}", flush=True)
+        except UserError as error:
+            results.append({"folder": str(folder), "whole": False, "problem": str(error)})
+            problems.append(str(error))
+            if options.all:
+                print(f"not whole: {error}", flush=True)
+    settings = {"path": options.path, "all": options.all}
+    machine.write_result(options.json, {"checkpoints": results}, settings)
+    if problems:
+        of_all = f"{len(problems)} of {len(results)} checkpoints of {options.path} are not whole"
+        raise UserError(of_all if options.all else problems[0])
+
+
+def _convert_checkpoint(options) -> None:
+    from lomdm_dist import machine
+    from lomdm_dist.convert.checkpoint import convert
+
+    contents = convert(options.path, options.out, options.weights_only)
+    print(f"made: {contents.line()}")
+    machine.write_result(options.json, contents.totals(), contents.checkpoint.config.as_dict())
+
+
 def _to_hf_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a run folder (its latest) or a checkpoint")
+    parser.add_argument("checkpoint", help=A_CHECKPOINT)
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help=WEIGHTS)
     parser.set_defaults(run=_to_hf)

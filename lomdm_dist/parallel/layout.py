@@ -61,12 +61,15 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def index(self, shape: tuple[int, ...], device=None) -> Tensor:
-        """Places of its elements in the whole parameter of that shape, flattened: [numel], int64."""
-        index = torch.zeros((), dtype=torch.int64, device=device)
-        for size, offset, count in zip(shape, self.offsets, self.sizes, strict=True):
-            index = index[..., None] * size + torch.arange(offset, offset + count, device=device)
-        return index.flatten()
+    def index(self, shape: tuple[int, ...], first: int, last: int, device=None) -> Tensor:
+        """Places of its elements first .. last in the whole parameter of that shape, flattened: int64."""
+        rest, index, stride = torch.arange(first, last, device=device), 0, 1
+        for size, offset, count in zip(
+            reversed(shape), reversed(self.offsets), reversed(self.sizes), strict=True
+        ):
+            index = index + (rest % count + offset) * stride
+            rest, stride = rest // count, stride * size
+        return index
 
 
 def boxes(layout: Layout, start: int, count: int) -> list[Box]:

@@ -15,6 +15,8 @@ from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
 from lomdm_dist.parallel.norm import MOMENTS, gradient_norm, new_state
 
+REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by default of 2 GB
+
 
 class DeepSpeed:
     """See engine.py."""
@@ -142,7 +144,7 @@ def _import_deepspeed(grid: Grid):
 
 def _settings(config: Config, grid: Grid) -> dict:
     """DeepSpeed's own configuration."""
-    zero = {"stage": config.parallel.zero_stage}
+    zero = {"stage": config.parallel.zero_stage, "reduce_bucket_size": REDUCE_BUCKET}
     if config.parallel.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
@@ -151,7 +153,8 @@ def _settings(config: Config, grid: Grid) -> dict:
         "gradient_clipping": config.optim.clip,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # its own Adam for the host is compiled at first use
-        "bf16": {"enabled": config.train.precision == "bf16"},
+        # the network's gradients are added to those in float32 at once, and are not kept beside them
+        "bf16": {"enabled": config.train.precision == "bf16", "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",  # by default gradients are reduced in the network's bf16
         "steps_per_print": sys.maxsize,

@@ -11,6 +11,8 @@ Each rank writes what it holds (saver.py) and reads what it needs, so the number
 parallelism, ZeRO stage and engine may change between the two. Padding of a split vocabulary is not saved.
 """
 
+import hashlib
+import json
 import math
 import warnings
 from dataclasses import dataclass
@@ -19,13 +21,15 @@ from typing import Literal, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -36,10 +40,12 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.files import sha256
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.grid import rank, world_size
-from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_pieces
+from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_layouts, whole_pieces
 from lomdm_dist.train.optim import WeightAverage
 
 LATEST, STATE = "latest", "state.json"
+WEIGHTS, MOMENTS = ("raw", "ema"), ("exp_avg", "exp_avg_sq")  # the kinds of saved tensors
+WEIGHT_FILE = ".distcp"
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class DataFacts(BaseModel):
 class State(BaseModel):
     """state.json. `files` holds the checksum of every other file of the checkpoint.
 
+    checksum is that of all the rest here: an edited state is refused.
     Format 1 has every parameter as a vector; it is still read, but not by tensor-parallel ranks.
     """
 
@@ -73,6 +80,25 @@ class State(BaseModel):
     data: DataFacts
     versions: dict[str, str]
     files: dict[str, str]
+
+    @computed_field
+    @property
+    def checksum(self) -> str:
+        return _checksum(self.model_dump(mode="json", exclude={"checksum"}))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_edited(cls, values):
+        """By what stands in the file, so that a field that a later version adds changes nothing."""
+        is_signed = isinstance(values, dict) and "checksum" in values  # older ones are not
+        if is_signed and values["checksum"] != _checksum(values):
+            raise ValueError("it was edited")
+        return values
+
+
+def _checksum(state: dict) -> str:
+    content = json.dumps({key: state[key] for key in state.keys() - {"checksum"}}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class _InBoxes(Tensor):
@@ -135,7 +161,7 @@ def _in_boxes(piece: Piece, tensor: Tensor, flat: bool) -> Tensor:
 def checkpoint_files(folder: Path) -> list[str]:
     """Names of all files of a checkpoint but state.json, below its folder, sorted."""
     paths = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(str(path.relative_to(folder)) for path in paths if path.name != STATE)
+    return sorted(str(path.relative_to(folder)) for path in paths if path != folder / STATE)
 
 
 def share_of(names: list[str]) -> list[str]:
@@ -160,10 +186,13 @@ def find_checkpoint(path: str | Path) -> Path:
 class Checkpoint:
     """A checkpoint on disk: its config (with `overrides`), state, and the weights. Raises UserError.
 
-    Opening reads every file once and compares its checksum, the ranks of a job sharing the work.
+    Opening reads every file once and compares its checksum, the ranks of a job sharing the work;
+    with read_weights=False the files of weights must be there, but are not read.
     """
 
-    def __init__(self, path: str | Path, overrides: list[str] | tuple[str, ...] = ()):
+    def __init__(
+        self, path: str | Path, overrides: list[str] | tuple[str, ...] = (), read_weights: bool = True
+    ):
         self.folder = find_checkpoint(path)
         try:
             self.state = State.model_validate_json((self.folder / STATE).read_bytes())
@@ -172,21 +201,37 @@ class Checkpoint:
                 raise UserError(
                     f"checkpoint {self.folder} was written by another version of lomdm_dist: use that version"
                 ) from None
-            self._damaged(f"{STATE}: {error.errors()[0]['msg']}")
+            self.damaged(f"{STATE}: {error.errors()[0]['msg']}")
         for name in share_of(sorted(self.state.files)):
             if not (self.folder / name).is_file():
-                self._damaged(f"{name} is missing")
-            if sha256(self.folder / name) != self.state.files[name]:
-                self._damaged(f"{name} is cut short or altered")
+                self.damaged(f"{name} is missing")
+            is_read = read_weights or not name.endswith(WEIGHT_FILE)
+            if is_read and sha256(self.folder / name) != self.state.files[name]:
+                self.damaged(f"{name} is cut short or altered")
         self.config = load_config(self.folder / "config.yaml", overrides)
         self.progress = Progress(self.state.step, self.state.sequences, self.state.tokens)
-        try:
-            saved = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever a foreign or damaged file makes the reader raise
-            self._damaged(f".metadata: {type(error).__name__}")
+        saved = self.read_metadata().state_dict_metadata
         self._sizes = {name: tensor.size.numel() for name, tensor in saved.items()}
 
-    def _damaged(self, reason: str) -> NoReturn:
+    def read_metadata(self) -> Metadata:
+        """DCP's: shape, dtype and pieces of each saved tensor. Raises UserError."""
+        try:
+            metadata = dcp.FileSystemReader(self.folder).read_metadata()
+            saved = metadata.state_dict_metadata
+        except Exception as error:  # whatever a foreign or damaged file makes the reader raise
+            self.damaged(f".metadata: {type(error).__name__}")
+        for name, tensor in saved.items():
+            if not isinstance(tensor, TensorStorageMetadata):
+                self.damaged(f".metadata: {name} is no tensor")
+        return metadata
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether a run can be resumed from it; `lomdm checkpoint convert --weights-only` leaves them out."""
+        return any(name.startswith(tuple(f"{kind}/" for kind in MOMENTS)) for name in self._sizes)
+
+    def damaged(self, reason: str) -> NoReturn:
+        """Raises UserError."""
         raise UserError(f"checkpoint {self.folder} is damaged ({reason}); use an older one") from None
 
     def tokenizer(self):
@@ -200,23 +245,29 @@ class Checkpoint:
             if piece.layout.dim is not None:
                 piece.master.zero_()  # padding
         flat = self.state.format == 1
-        self._read({f"{kind}/{piece.name}": _in_boxes(piece, piece.master, flat) for piece in pieces})
+        self.read({f"{kind}/{piece.name}": _in_boxes(piece, piece.master, flat) for piece in pieces})
 
     def load_engine(self, engine, average: WeightAverage) -> None:
         """Fill this rank's moments, average and counters, and its masters once more."""
-        self._read(engine_state(engine.pieces, average, flat=self.state.format == 1))
+        self.read(engine_state(engine.pieces, average, flat=self.state.format == 1))
         average.updates = self.state.ema_updates
         engine.set_update_count(self.progress.step)
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""
-        with torch.device("meta"):
-            model = LoMDM(self.config.model, self.config.objective, self.config.data.attend)
-        model = model.to_empty(device="cpu")
+        model = self._model_without_memory().to_empty(device="cpu")
         pieces = whole_pieces(model)
         self._check({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
         self.load_weights(pieces, kind)
         return model.eval()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters of the config's model, by name, as format 2 has them."""
+        return {name: layout.shape for name, layout in whole_layouts(self._model_without_memory()).items()}
+
+    def _model_without_memory(self) -> LoMDM:
+        with torch.device("meta"):
+            return LoMDM(self.config.model, self.config.objective, self.config.data.attend)
 
     def _check_layouts(self, pieces: list[Piece]) -> None:
         if self.state.format == 1 and any(piece.layout.dim is not None for piece in pieces):
@@ -240,11 +291,12 @@ class Checkpoint:
                 f"checkpoint {self.folder} is of another model ({len(differences)} differences: {some})"
             )
 
-    def _read(self, state: dict[str, Tensor]) -> None:
+    def read(self, state: dict[str, Tensor], reader: dcp.StorageReader | None = None) -> None:
+        """Fill the tensors of `state`, of these names. Raises UserError."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # DCP warns that it reads in one process: meant so
-                dcp.load(state, checkpoint_id=self.folder, no_dist=True)
+                dcp.load(state, checkpoint_id=self.folder, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             lines = str(error).strip().splitlines()
-            self._damaged(lines[-1] if lines else type(error).__name__)
+            self.damaged(lines[-1] if lines else type(error).__name__)

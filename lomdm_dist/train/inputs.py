@@ -71,6 +71,11 @@ def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoi
 
 
 def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> None:
+    if not checkpoint.has_moments:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} holds weights only, without AdamW's moments: resume from the "
+            "checkpoint that it was made from"
+        )
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
         "model": ours["model"].keys() - {"dropout", "dropout_rng"},

@@ -56,7 +56,10 @@ def test_the_shares_of_all_ranks_make_the_whole_once(case):
                 mine = flat[box.start : box.start + box.numel].view(box.sizes)
                 place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                 assert torch.equal(mine, whole[place])
-                assert torch.equal(box.index(shape), mine.flatten())
+                index = [
+                    box.index(shape, *part) for part in ((0, box.numel // 2), (box.numel // 2, box.numel))
+                ]
+                assert torch.equal(torch.cat(index), mine.flatten())
                 seen[place] += 1
                 in_boxes += box.numel
             assert in_boxes == (flat >= 0).sum(), "all but the padding"
@@ -74,7 +77,8 @@ def test_a_part_of_a_new_model_is_drawn_as_the_whole_is():
             part = Piece(piece.name, piece.layout, start, torch.empty(end - start), {})
             for box in part.boxes():
                 out = part.master[box.start : box.start + box.numel]
-                draw_start(out, 3, piece.name, drawn[piece.name], box.index(piece.layout.shape))
+                index = box.index(piece.layout.shape, 0, box.numel)
+                draw_start(out, 3, piece.name, drawn[piece.name], index)
             assert torch.equal(part.master, piece.master[start:end])
 
 
