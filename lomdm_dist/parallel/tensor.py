@@ -26,6 +26,7 @@ from lomdm_dist.ops.collective import same_on
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, whole_layouts
 
+warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # see `train`
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron says at import that Transformer Engine is absent
     from megatron.core import ModelParallelConfig

@@ -1,5 +1,7 @@
 """DeepSpeed as the engine: ZeRO 0 to 3."""
 
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -43,9 +45,10 @@ class DeepSpeed:
         for name, parameter in model.named_parameters():
             # DeepSpeed's norms count such a parameter on every tensor-parallel rank, others once
             parameter.tensor_model_parallel = layouts[name].dim is not None
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model), mpu=grid.mpu, config=settings
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the memory of each of its steps
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=make_optimizer(model), mpu=grid.mpu, config=settings
+            )
         self._inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         self._make_moments()
         self.pieces = list(self._pieces())

@@ -90,6 +90,9 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
     # a signal that comes before the processes have joined ends this one at once: there is nothing to save
     tensor_parallel = config.parallel.tensor_parallel
+    if tensor_parallel > 1 and config.parallel.engine == "deepspeed":
+        # so that Megatron's collectives start before the computation that they overlap with
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with run_lock(config.train.run), process_grid(tensor_parallel) as grid, StopRequest() as stop:
         run = Run(config, inputs, grid)
         try:
