@@ -240,7 +240,6 @@ class Checkpoint:
 
     def load_weights(self, pieces: list[Piece], kind: str) -> None:
         """Fill the masters of pieces with the `raw` weights or their average, `ema`. UserError."""
-        self._check_layouts(pieces)
         for piece in pieces:
             if piece.layout.dim is not None:
                 piece.master.zero_()  # padding
@@ -268,13 +267,6 @@ class Checkpoint:
     def _model_without_memory(self) -> LoMDM:
         with torch.device("meta"):
             return LoMDM(self.config.model, self.config.objective, self.config.data.attend)
-
-    def _check_layouts(self, pieces: list[Piece]) -> None:
-        if self.state.format == 1 and any(piece.layout.dim is not None for piece in pieces):
-            raise UserError(
-                f"checkpoint {self.folder} is of an older form, which tensor-parallel ranks cannot load: "
-                f"`lomdm checkpoint convert {self.folder} NEW` first"
-            )
 
     def _check(self, wanted: dict[str, int], kind: str) -> None:
         saved = {name: size for name, size in self._sizes.items() if name.startswith(f"{kind}/")}

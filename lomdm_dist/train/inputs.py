@@ -76,6 +76,11 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> N
             f"checkpoint {checkpoint.folder} holds weights only, without AdamW's moments: resume from the "
             "checkpoint that it was made from"
         )
+    if checkpoint.state.format == 1 and config.parallel.tensor_parallel > 1:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} is of an older form, which tensor-parallel ranks cannot load: "
+            f"`lomdm checkpoint convert {checkpoint.folder} NEW` first"
+        )
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
         "model": ours["model"].keys() - {"dropout", "dropout_rng"},
