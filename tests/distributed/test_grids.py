@@ -96,6 +96,45 @@ def test_every_grid_and_engine_has_the_curve_of_one_process(
     assert max(found.values()) < TOLERANCE
 
 
+OTHERS = {
+    "gradient into the backbone": ["objective.stop_gradient=false"],
+    "linear heads": ["objective.head=linear"],
+    "polynomial": ["objective.schedule=polynomial"],
+    "ar": ["objective={name: ar}"],
+    "blocks": ["objective={name: window, order: blocks, block: 4}"],
+    "documents": ["data.attend=document", "model.eos_id=0"],
+}
+QUICK = ("gradient into the backbone", "ar")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in OTHERS]
+)
+def test_what_has_roads_of_its_own_is_split_too(name, base, tmp_path):
+    """Gradients that leave the heads for the backbone, heads without a block, causal attention, ..."""
+    options = [*base, *SHAPE, "model.dropout=0.1", "train.steps=4", *OTHERS[name]]
+    alone = run_on("1", "ZeRO 0", options, tmp_path / "alone")
+    assert largest_difference(run_on("tp2", "ZeRO 1", options, tmp_path / "tp2"), alone) < TOLERANCE
+
+
+def validation(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["valid_nll_per_token"] for row in rows if "valid_nll_per_token" in row]
+
+
+def test_validation_is_that_of_one_process(base, tmp_path):
+    """Ranks of a tensor-parallel group count once; 37 sequences do not divide over the others."""
+    options = [*base, *SHAPE, "train.steps=2", "train.valid_every=1", "train.valid_sequences=37"]
+    found = {}
+    for grid, engine in (("1", "ZeRO 0"), ("tp2 dp2", "ZeRO 3"), ("dp4", "FSDP2")):
+        processes, place = on_grid(grid, *ENGINES[engine])
+        on_processes(processes, train, [*options, *place, f"train.run={tmp_path / grid}"])
+        found[grid] = validation(tmp_path / grid)
+    assert len(found["1"]) == 2
+    assert found["tp2 dp2"] == pytest.approx(found["1"], rel=1e-5)
+    assert found["dp4"] == pytest.approx(found["1"], rel=1e-5)
+
+
 def test_sequence_parallelism_changes_nothing(base, tmp_path):
     options = [*base, *SHAPE, "model.dropout=0.1", "train.steps=4"]
     curves = [
