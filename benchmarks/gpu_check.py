@@ -130,6 +130,36 @@ def same_curve(data: Path) -> dict:
     return {"largest_difference_of_losses": off, "last_loss": losses["gpu"][-1]}
 
 
+def engines(data: Path) -> list[dict]:
+    """25 steps with dropout by each engine: one curve, that of the CPU; bf16 and offload beside it."""
+    options = ["--config", "configs/demo.yaml", *places(data / "small"), "train.steps=25"]
+    options += ["train.log_every=1", "train.valid_every=0", "model.dropout=0.1", "optim.warmup_steps=5"]
+    fsdp2 = ["parallel.engine=fsdp2", "parallel.zero_stage=3"]
+    ways = {f"ZeRO {stage}": [f"parallel.zero_stage={stage}"] for stage in range(4)}
+    ways |= {"FSDP2": fsdp2, "ZeRO 2, offload": ["parallel.zero_stage=2", "parallel.offload=true"]}
+    ways |= {"FSDP2, offload": [*fsdp2, "parallel.offload=true"]}
+    ways |= {
+        "FSDP2 bf16": [*fsdp2, "train.precision=bf16"],
+        "ZeRO 3 bf16": [*ways["ZeRO 3"], "train.precision=bf16"],
+    }
+    alone = [row["loss"] for row in train(data / "alone", *options, "train.precision=fp32", device=False)]
+    rows = []
+    for number, (name, overrides) in enumerate(ways.items()):
+        losses = [row["loss"] for row in train(data / f"engine-{number}", *options, *overrides)]
+        rows.append({"engine": name, "off": max(abs(a - b) for a, b in zip(losses, alone, strict=True))})
+        assert rows[-1]["off"] < (0.2 if "bf16" in name else 2e-3), rows
+    return rows
+
+
+def dropout(data: Path) -> dict:
+    """The masks of the compiled operation are those of the plain one; what it costs."""
+    tests = [sys.executable, "-m", "pytest", "-q", "tests/ops/test_dropout.py"]
+    subprocess.run(tests, cwd=ROOT, check=True)
+    result = data / "dropout.json"
+    subprocess.run([sys.executable, "benchmarks/dropout.py", "--json", result], cwd=ROOT, check=True)
+    return json.loads(result.read_text())
+
+
 def data_keeps_up(data: Path) -> list[dict]:
     """OWT-small (170M, length 1024, bf16) on one GPU: tokens/s, MFU, and the share of time spent on data."""
     rows = []
@@ -190,7 +220,7 @@ def main() -> None:
         sys.exit("gpu-check needs a GPU; everything else is in `make test`")
     result, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for part in (prepare, equal_losses, pinned_rows, same_curve, data_keeps_up):
+        for part in (prepare, equal_losses, pinned_rows, same_curve, engines, dropout, data_keeps_up):
             try:
                 result[part.__name__] = part(Path(folder))
                 print(f"{part.__name__}: {json.dumps(result[part.__name__])}", flush=True)

@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "parallel": {"parallel", "model", "ops", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "sample": {"sample", "process", "model", "config", "errors"},
-    "convert": {"convert", "model", "process", "train", "data", "config", "errors", "files"},
+    "convert": {"convert", "model", "parallel", "process", "train", "data", "config", "errors", "files"},
 }
 
 

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_new, new_folder, sha256, write_atomically
+from lomdm_dist.parallel.optimizer import MOMENTS
 from lomdm_dist.train.checkpoint import (
-    MOMENTS,
     STATE,
     WEIGHT_FILE,
     WEIGHTS,

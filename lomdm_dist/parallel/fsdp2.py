@@ -13,7 +13,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.model.backbone import Block
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.norm import MOMENTS, gradient_norm, new_state
+from lomdm_dist.parallel.optimizer import MOMENTS, gradient_norm, new_state
 
 
 class Fsdp2:

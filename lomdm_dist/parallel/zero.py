@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lomdm_dist.config import Config
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.norm import MOMENTS, gradient_norm, new_state
+from lomdm_dist.parallel.optimizer import MOMENTS, gradient_norm, new_state
 
 REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by default of 2 GB
 

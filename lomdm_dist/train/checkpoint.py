@@ -41,10 +41,11 @@ from lomdm_dist.files import sha256
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.grid import rank, world_size
 from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_layouts, whole_pieces
+from lomdm_dist.parallel.optimizer import MOMENTS
 from lomdm_dist.train.optim import WeightAverage
 
 LATEST, STATE = "latest", "state.json"
-WEIGHTS, MOMENTS = ("raw", "ema"), ("exp_avg", "exp_avg_sq")  # the kinds of saved tensors
+WEIGHTS = ("raw", "ema")  # and MOMENTS: the kinds of saved tensors
 WEIGHT_FILE = ".distcp"
 
 

@@ -1,4 +1,4 @@
-"""What both engines share: the norm of a gradient that is spread over the grid, AdamW's state."""
+"""What both engines share: AdamW's state, and the norm that the gradient is clipped by."""
 
 from collections.abc import Iterable
 
@@ -11,15 +11,25 @@ from lomdm_dist.parallel.grid import Grid
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def new_state(master: Tensor, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """AdamW's state of a tensor before its first step."""
+    device = master.device if optimizer.defaults["fused"] else "cpu"
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return {"step": step, **{moment: torch.zeros_like(master) for moment in MOMENTS}}
+
+
 def gradient_norm(gradients: Iterable[tuple[Tensor, bool]], grid: Grid, shards=None) -> float:
     """The norm of the whole gradient.
 
     gradients: (what this rank has of one, whether it is split over the tensor-parallel ranks); shards:
     the group over which the data-parallel ranks have shared them out, None where each has all.
     """
+    gradients = list(gradients)
     squares = torch.zeros(2, dtype=torch.float64, device=grid.device)
-    for gradient, is_split in gradients:
-        squares[int(is_split)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).double() ** 2
+    for kind in (False, True):
+        of_kind = [gradient for gradient, is_split in gradients if is_split == kind]
+        if of_kind:
+            squares[int(kind)] = torch.stack(torch._foreach_norm(of_kind)).double().square().sum()
     if shards is not None:
         dist.all_reduce(squares, group=shards)
     if grid.tensor_size > 1:
@@ -27,10 +37,3 @@ def gradient_norm(gradients: Iterable[tuple[Tensor, bool]], grid: Grid, shards=N
         dist.all_reduce(of_split, group=grid.tensor_group)
         squares[1:] = of_split
     return squares.sum().sqrt().item()
-
-
-def new_state(master: Tensor, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """AdamW's state of a tensor before its first step."""
-    device = master.device if optimizer.defaults["fused"] else "cpu"
-    step = torch.zeros((), dtype=torch.float32, device=device)
-    return {"step": step, **{moment: torch.zeros_like(master) for moment in MOMENTS}}
