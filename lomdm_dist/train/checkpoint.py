@@ -248,8 +248,9 @@ class Checkpoint:
         self.read({f"{kind}/{piece.name}": _in_boxes(piece, piece.master, flat) for piece in pieces})
 
     def load_engine(self, engine, average: WeightAverage) -> None:
-        """Fill this rank's moments, average and counters, and its masters once more."""
-        self.read(engine_state(engine.pieces, average, flat=self.state.format == 1))
+        """Fill this rank's moments, average and counters; its weights are filled already."""
+        state = engine_state(engine.pieces, average, flat=self.state.format == 1)
+        self.read({name: tensor for name, tensor in state.items() if not name.startswith("raw/")})
         average.updates = self.state.ema_updates
         engine.set_update_count(self.progress.step)
 
