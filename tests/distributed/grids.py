@@ -1,5 +1,9 @@
-"""Functions run on several processes that are forked from one server, which has imported all that is slow."""
+"""Functions run on several processes that are forked from one server, which has imported all that is slow.
 
+What a launcher does is tested through runs.py; all else is faster here.
+"""
+
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -7,9 +11,11 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
 
 PRELOADED = ["torch", "deepspeed", "megatron.core", "lomdm_dist.train.loop", "lomdm_dist.parallel.tensor"]
 SECONDS = 300
+ROOT = Path(__file__).parents[2]
 
 
 def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> list:
@@ -50,6 +56,16 @@ def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> 
             process.kill()
             process.join()
     return results
+
+
+def train(overrides: list[str], stop_after: int | None = None, config="configs/demo.yaml") -> None:
+    """A whole run of `lomdm train`, in this process."""
+    from lomdm_dist.config import load_config
+    from lomdm_dist.errors import StoppedOnRequest
+    from lomdm_dist.train.loop import train
+
+    with contextlib.suppress(StoppedOnRequest):
+        train(load_config(ROOT / config, overrides), resume="auto", stop_after=stop_after)
 
 
 def _child(place: dict, pipe, function, arguments) -> None:

@@ -1,6 +1,5 @@
 """One result on every grid and engine, and checkpoints that move between all of them."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lomdm_dist.config import load_config
-from lomdm_dist.errors import StoppedOnRequest
+from tests.distributed import grids
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import ROOT, curve
 
@@ -28,20 +27,15 @@ def on_grid(grid: str, *more: str) -> tuple[int, list[str]]:
 
 
 def train(overrides: list[str], stop_after: int | None = None) -> None:
-    """A whole run of `lomdm train`, in this process.
-
-    Gates, heads and output start away from zero: where they are zero, errors behind them do not show.
-    """
+    """Gates, heads and output start away from zero: where they are zero, errors behind them do not show."""
     import lomdm_dist.parallel.engine as engine
     from lomdm_dist.model.initial import starts
-    from lomdm_dist.train.loop import train
 
     engine.starts = lambda model: {
         name: (low - 0.3, high + 0.3) if low == high else (low, high)
         for name, (low, high) in starts(model).items()
     }
-    with contextlib.suppress(StoppedOnRequest):
-        train(load_config(ROOT / "configs/demo.yaml", overrides), stop_after=stop_after)
+    grids.train(overrides, stop_after)
 
 
 def run_on(grid: str, engine: str, options: list[str], run: Path) -> dict[str, list[float]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lomdm_dist.cli import main
-from tests.distributed.runs import ROOT, assert_same, curve, finish, start
+from tests.distributed.grids import on_processes, train
+from tests.distributed.runs import ROOT, assert_same, curve
 
 CONFIGS = [ROOT / "configs" / "demo.yaml", *sorted((ROOT / "configs" / "objectives").glob("*.yaml"))]
 
@@ -30,7 +31,7 @@ def test_each_objective_trains_evaluates_and_samples(config, demo_data, tmp_path
     run = tmp_path / "run"
     data = [f"data.train={demo_data / 'train'}", f"data.valid={demo_data / 'valid'}"]
     more = ["train.steps=30", "train.log_every=1", "train.valid_every=0"]
-    finish(start(2, *data, *more, f"train.run={run}", config=config))
+    on_processes(2, train, [*data, *more, f"train.run={run}"], None, config)
     ppl, samples = tmp_path / "ppl.json", tmp_path / "samples.json"
     main(["eval", "ppl", "--checkpoint", str(run), "--data", str(demo_data / "valid"), "--limit", "128",
           "--draws", "2", "--json", str(ppl)])  # fmt: skip
@@ -61,6 +62,6 @@ def test_zero_3_on_two_processes_has_the_curve_of_one_process(name, base, tmp_pa
     options = [*base, *ABLATIONS[name], "train.steps=6"]
     grids = {1: ["parallel.zero_stage=0"], 2: ["parallel.zero_stage=3", "train.micro_batch=4"]}
     for processes, grid in grids.items():
-        finish(start(processes, *options, *grid, f"train.run={tmp_path / str(processes)}"))
+        on_processes(processes, train, [*options, *grid, f"train.run={tmp_path / str(processes)}"])
     for key in ("loss", "grad_norm"):
         assert_same(curve(tmp_path / "2", key), curve(tmp_path / "1", key), range(1, 7), 1e-4)

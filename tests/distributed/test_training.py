@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from lomdm_dist.data.shards import ShardSet
+from tests.distributed.grids import on_processes, train
 from tests.distributed.runs import assert_same, curve, finish, start, wait_for
 
 
@@ -14,13 +15,13 @@ from tests.distributed.runs import assert_same, curve, finish, start, wait_for
 def whole_run(tmp_path_factory, base):
     """25 undisturbed steps on two processes."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    finish(start(2, *base, "train.steps=25", f"train.run={run}"))
+    on_processes(2, train, [*base, "train.steps=25", f"train.run={run}"])
     return run
 
 
 def test_one_process_has_the_losses_of_two(tmp_path, base, whole_run):
     run = tmp_path / "run"
-    finish(start(1, *base, "train.steps=10", f"train.run={run}"))
+    on_processes(1, train, [*base, "train.steps=10", f"train.run={run}"])
     ours, theirs = curve(run), curve(whole_run)
     assert all(abs(ours[step] - theirs[step]) < 1e-4 for step in range(1, 11))
 
@@ -52,7 +53,7 @@ def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, ba
     process.wait()
     assert (run / "latest").read_text() == "step-15\n"
     refused = start(2, *options)
-    assert "continue it with --resume auto" in refused.communicate(timeout=60)[0]
+    assert "continue it with --resume auto" in refused.communicate(timeout=300)[0]
     finish(start(2, *options, "--resume", "auto"))
     for key in ("loss", "grad_norm", "lr", "lr_heads", "tokens", "exponent_std"):
         assert_same(curve(run, key), curve(whole_run, key), range(1, 26), 1e-6)
@@ -69,9 +70,9 @@ def test_a_run_moves_between_grids_and_zero_stages(tmp_path, base, whole_run, fi
     """Weights, moments, EMA and learning rates travel: the curve stays the undisturbed one's."""
     run = tmp_path / "run"
     options = [*base, "train.steps=12", f"train.run={run}", "train.micro_batch=4"]
-    finish(start(first[0], *options, first[1], "--stop-after", 6), expect=75 if first[0] == 1 else 1)
+    on_processes(first[0], train, [*options, first[1]], 6)
     assert (run / "latest").read_text() == "step-6\n"
-    finish(start(then[0], *options, then[1], "--resume", "auto"))
+    on_processes(then[0], train, [*options, then[1]])
     for key in ("loss", "grad_norm", "lr", "lr_heads"):
         assert_same(curve(run, key), curve(whole_run, key), range(1, 13), 1e-4)
 
@@ -81,7 +82,7 @@ def test_bf16_follows_fp32(tmp_path, base, whole_run, stage):
     """Loss and gradient norm of the first steps, with accumulation, to bf16's precision."""
     run = tmp_path / "run"
     bf16 = ["train.precision=bf16", f"parallel.zero_stage={stage}", "train.micro_batch=4", "train.steps=4"]
-    finish(start(1, *base, *bf16, f"train.run={run}"))
+    on_processes(1, train, [*base, *bf16, f"train.run={run}"])
     for key, tolerance in (("loss", 1e-3), ("grad_norm", 2e-2)):
         assert_same(curve(run, key), curve(whole_run, key), range(1, 5), tolerance)
 
@@ -115,7 +116,6 @@ def test_dropout_repeats_after_a_resume(tmp_path, base):
     for name, stops in (("a", [None]), ("b", [4, None])):
         options = [*base, "model.dropout=0.3", "train.steps=8", f"train.run={tmp_path / name}"]
         for stop in stops:
-            more = ["--stop-after", stop] if stop else []
-            finish(start(1, *options, "--resume", "auto", *more), expect=75 if stop else 0)
+            on_processes(1, train, options, stop)
         losses.append(curve(tmp_path / name))
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -74,29 +74,55 @@ def test_bf16_without_master_weights_is_refused():
         load_config(ROOT / "configs/demo.yaml", ["train.precision=bf16", "parallel.zero_stage=0"])
 
 
-def reduction_and_masters(overrides: list[str]) -> tuple:
+def reductions_of(overrides: list[str]) -> tuple[set, set]:
+    """Dtypes of all that is summed over ranks in a training step and larger than a metric; of the masters."""
+    import torch.distributed as dist
+
     from lomdm_dist.parallel.grid import process_grid
     from lomdm_dist.train.inputs import open_inputs
-    from lomdm_dist.train.loop import Run
+    from lomdm_dist.train.loop import Run, StopRequest
+
+    reduced = set()
+
+    def noted(reduce):
+        def call(*arguments, **named):
+            tensors = [t for t in (*arguments, *named.values()) if isinstance(t, torch.Tensor)]
+            reduced.update(t.dtype for t in tensors if t.numel() > 100)
+            return reduce(*arguments, **named)
+
+        return call
 
     config = load_config(ROOT / "configs/demo.yaml", overrides)
-    with process_grid() as grid:
+    # before the engine starts: DeepSpeed keeps what it found then
+    names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+    for name in (name for name in names if hasattr(dist, name)):
+        setattr(dist, name, noted(getattr(dist, name)))
+    with process_grid() as grid, StopRequest() as stop:
         run = Run(config, open_inputs(config, None), grid)
+        run.train(stop, config.train.steps)
         masters = {piece.master.dtype for piece in run.engine.pieces}
-        reduced = run.engine.engine.communication_data_type
         run.saver.close()
         run.batches.close()
         return reduced, masters
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_are_reduced_and_masters_kept_in_float32(stage, base, tmp_path):
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ["parallel.zero_stage=1"],
+        ["parallel.zero_stage=2"],
+        ["parallel.zero_stage=3"],
+        ["parallel.engine=fsdp2", "parallel.zero_stage=3"],
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_reduced_and_masters_kept_in_float32(engine, base, tmp_path):
     """By default DeepSpeed reduces the gradients of a network in bf16 in bf16."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/lock").touch()
-    options = [*base, "train.precision=bf16", f"parallel.zero_stage={stage}", f"train.run={tmp_path / 'run'}"]
-    found = on_processes(1, reduction_and_masters, options)[0]
-    assert found == (torch.float32, {torch.float32})
+    options = [*base, "train.precision=bf16", "train.steps=1", *engine, f"train.run={tmp_path / 'run'}"]
+    for found in on_processes(2, reductions_of, options):
+        assert found == ({torch.float32}, {torch.float32})
 
 
 # --- noise -------------------------------------------------------------------------------------------
