@@ -38,6 +38,9 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
         if options.json is not None:
             check_writable(Path(options.json))
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         if options.debug:
             raise

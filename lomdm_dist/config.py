@@ -282,6 +282,15 @@ class TrainConfig(Section):
     valid_sequences: Positive = 512
 
     @model_validator(mode="after")
+    def _what_is_kept_is_saved(self):
+        if self.keep_every % self.save_every:
+            raise ValueError(
+                f"keep_every {self.keep_every} is not a multiple of save_every {self.save_every}: some of "
+                "those steps would never be saved"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_divides(self):
         if self.global_batch % self.micro_batch:
             raise ValueError(
@@ -349,7 +358,8 @@ class ParallelConfig(Section):
     def _engine_can(self):
         if self.engine == "fsdp2" and self.zero_stage < 2:
             raise ValueError(
-                f"engine fsdp2 shards gradients and parameters: zero_stage 2 or 3, not {self.zero_stage}"
+                f"engine fsdp2 shards gradients and parameters, but zero_stage is {self.zero_stage}: "
+                "add parallel.zero_stage=3 (or 2)"
             )
         if self.offload and self.zero_stage == 0:
             raise ValueError("offload is for zero_stage 1 to 3")
@@ -588,6 +598,8 @@ def _say(problem: dict, name: str) -> str:
         return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{name} is missing"
+    if problem["type"].startswith("bool"):
+        return f"{name}: true or false is wanted, got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{name}: {message}" if name else message

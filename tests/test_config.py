@@ -36,7 +36,7 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("objective=null", "objective is a section whose name is one of"),
         ("objective.nme=window", "unknown key objective.nme; did you mean objective.name?"),
         ("objective.time=pinned", "objective.time: pinned is for fixed orders"),
-        ("objective.stop_gradient=1", "objective.stop_gradient: input should be a valid boolean, got 1"),
+        ("objective.stop_gradient=1", "objective.stop_gradient: true or false is wanted, got 1"),
         ("objective={c1: 0.3, c2: 0.3}", "c1 > c2 >= 0 keeps every exponent positive; c1 = 0.3, c2 = 0.3"),
         ("objective={c1: 1e-3, c2: 0}", "objective.c1: input should be greater than or equal to 0.01"),
         (

@@ -77,13 +77,17 @@ class Contents:
         return {name: (folder / name).stat().st_size for name in [*checkpoint_files(folder), STATE]}
 
     def table(self) -> list[dict]:
-        """Of each parameter its name, its shape as saved, and how many pieces each kind of it has."""
-        rows = {}
+        """Of each parameter its name, its shape as saved, and how many pieces each kind of it has.
+
+        In the order of the model; what is not of it comes last.
+        """
+        rows = dict.fromkeys(self.checkpoint.shapes())
         for full_name, tensor in self.saved.items():
             kind, _, name = full_name.partition("/")
-            row = rows.setdefault(name, {"name": name, "shape": list(tensor.size), "pieces": {}})
+            row = rows.get(name) or {"name": name, "shape": list(tensor.size), "pieces": {}}
             row["pieces"][kind] = len(tensor.chunks)
-        return list(rows.values())
+            rows[name] = row
+        return [row for row in rows.values() if row]
 
     def totals(self) -> dict:
         """For a --json file."""

@@ -73,7 +73,7 @@ def _keys(rows: Tensor, branch: int, channels: Tensor) -> tuple[Tensor, Tensor]:
 
 def _threshold(rate: float) -> int:
     """That share of the 2**32 hashes lies below."""
-    return round(rate * 2**32) - 2**31
+    return min(round(rate * 2**32), 2**32 - 1) - 2**31
 
 
 def _kept(rows: Tensor, channels: Tensor, threshold: int) -> Tensor:

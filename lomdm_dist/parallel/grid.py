@@ -113,6 +113,8 @@ class _DeepSpeedNames:
 @contextlib.contextmanager
 def process_grid(tensor_parallel: int = 1):
     """Start the process group and Megatron's groups; end them on the way out, whatever happened."""
+    # DeepSpeed and Megatron call torch's collectives by names that it will drop
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says at import that Transformer Engine is absent
         from megatron.core import parallel_state

@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,7 +133,6 @@ def _import_deepspeed(grid: Grid):
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if grid.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it warns that it looked in vain
     import deepspeed

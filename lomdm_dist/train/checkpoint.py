@@ -21,7 +21,7 @@ from typing import Literal, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, Field, ValidationError, computed_field, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, computed_field, model_validator
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -89,10 +89,11 @@ class State(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_edited(cls, values):
+    def _not_edited(cls, values, info: ValidationInfo):
         """By what stands in the file, so that a field that a later version adds changes nothing."""
-        is_signed = isinstance(values, dict) and "checksum" in values  # older ones are not
-        if is_signed and values["checksum"] != _checksum(values):
+        read = info.mode == "json" and isinstance(values, dict)
+        unsigned = read and "checksum" not in values and values.get("format") == 1  # as older ones are
+        if read and not unsigned and values.get("checksum") != _checksum(values):
             raise ValueError("it was edited")
         return values
 
@@ -233,7 +234,13 @@ class Checkpoint:
 
     def damaged(self, reason: str) -> NoReturn:
         """Raises UserError."""
-        raise UserError(f"checkpoint {self.folder} is damaged ({reason}); use an older one") from None
+        raise UserError(f"checkpoint {self.folder} is damaged ({reason}); {self._another()}") from None
+
+    def _another(self) -> str:
+        """What to use instead."""
+        step_of = {p: int(p.name[5:]) for p in self.folder.parent.glob("step-*") if p.name[5:].isdecimal()}
+        older = [p for p in step_of if step_of[p] < step_of.get(self.folder, 0)]
+        return f"the one before it is {max(older, key=step_of.get)}" if older else "there is none before it"
 
     def tokenizer(self):
         """The tokenizer that is saved with the checkpoint. Raises UserError."""

@@ -57,6 +57,11 @@ def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoi
             f"{run} holds checkpoints of an earlier run: continue it with --resume auto, "
             "or give another train.run"
         )
+    if not started and any(run.glob("checkpoints/step-*/state.json")) and resume in (None, "auto"):
+        raise UserError(
+            f"{run} has checkpoints, but no file {LATEST} that names one: write step-N into it, or give "
+            "another train.run"
+        )
     if run.exists() and any(run.iterdir()) and not started and not (run / LOCK).exists():
         raise UserError(f"train.run {run} holds files that are not of a run; give another folder")
     if resume is None or (resume == "auto" and not started):

@@ -316,8 +316,12 @@ class Run:
 
 def _engine_in_words(config: Config) -> str:
     parallel = config.parallel
-    name = "FSDP2" if parallel.engine == "fsdp2" else f"ZeRO {parallel.zero_stage}"
+    words = [f"{'FSDP2, ' if parallel.engine == 'fsdp2' else ''}ZeRO {parallel.zero_stage}"]
+    if parallel.shard_group:
+        words.append(f"in groups of {parallel.shard_group}")
+    if parallel.offload:
+        words.append("with offload")
     if parallel.tensor_parallel > 1:
-        name += f", tensor parallel {parallel.tensor_parallel}"
-        name += " with sequence parallelism" if parallel.sequence_parallel else ""
-    return name
+        words.append(f"x tensor parallel {parallel.tensor_parallel}")
+        words.append("with sequence parallelism" if parallel.sequence_parallel else "alone")
+    return " ".join(words)

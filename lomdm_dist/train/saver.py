@@ -2,14 +2,15 @@
 
 A save copies this rank's pieces to the CPU and returns; a thread writes them, on every rank, into a folder
 of another name, adds the checksums, renames it, and only then moves RUN/latest. One save is under way at a
-time. The threads talk over a process group of their own.
+time. The threads talk over a process group of their own. A save that fails is said, and training goes on:
+the next may find room again.
 """
 
 import os
 import shutil
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lomdm_dist import machine
-from lomdm_dist.config import Config
+from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import sha256, write_atomically
 from lomdm_dist.parallel.grid import Grid
@@ -38,7 +39,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="torch.distribute
 
 
 class Saver:
-    """Saves the checkpoints of one run; `say` is told of each that is complete."""
+    """Saves the checkpoints of one run; `say` is told of each, whether it is complete or has failed."""
 
     def __init__(self, config: Config, data: DataFacts, tokenizer: Path | None, grid: Grid, say: Callable):
         self.config, self.data, self.tokenizer, self.grid, self.say = config, data, tokenizer, grid, say
@@ -47,16 +48,16 @@ class Saver:
         self._last: Future | None = None
 
     def save(self, pieces: list[Piece], average: WeightAverage, progress: Progress) -> None:
-        """Begin to save, on all ranks; first waits for the save before this one. Raises what that raised."""
-        self.wait()
+        """Begin to save, on all ranks; first waits for the save before this one."""
+        if self._last is not None:
+            wait([self._last])
         state = engine_state(pieces, average, copy=True)
         self._last = self._thread.submit(self._write, state, progress, average.updates)
 
     def wait(self) -> None:
         """Until the last save is complete. UserError where it could not be written."""
         if self._last is not None:
-            last, self._last = self._last, None
-            last.result()
+            self._last.result()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -74,19 +75,23 @@ class Saver:
             shares = self._together(final, lambda: {name: sha256(partial / name) for name in names})
             files = {name: digest for share in shares for name, digest in share.items()}
             self._together(final, lambda: self._publish(partial, final, progress, updates, files))
-        except BaseException:
+        except BaseException as error:
             if self.grid.first:
                 shutil.rmtree(partial, ignore_errors=True)
+            self.say(f"error: {error}")
             raise
         self.say(f"saved {final}")
+        if self.grid.first:
+            for problem in drop_old(final, self.config.train.keep_last):
+                self.say(f"an old checkpoint stays: {problem}")
 
     def _together(self, final: Path, work: Callable) -> list:
         """Run `work` on every rank; what each returned. An error of one is an error of all, not a hang."""
         result = error = None
         try:
             result = work()
-        except (OSError, CheckpointException) as problem:
-            error = f"{problem}".strip().splitlines()[-1]
+        except (Exception, CheckpointException) as problem:  # the latter is no Exception
+            error = f"{type(problem).__name__}: {problem}".strip().splitlines()[-1]
         outcomes = [None] * dist.get_world_size(self.grid.saving)
         dist.all_gather_object(outcomes, (result, error), group=self.grid.saving)
         problems = [error for _, error in outcomes if error]
@@ -117,30 +122,60 @@ class Saver:
             files=files,
         )
         write_atomically(partial / STATE, state.model_dump_json(indent=1) + "\n")
-        _move(partial, final)
-        write_atomically(self.config.train.run / LATEST, final.name + "\n")
-        drop_old(final, self.config.train.keep_last, self.config.train.keep_every)
+        publish(partial, final, self.config.train.run / LATEST)
 
 
-def _move(partial: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same step from before a resume makes room."""
-    old = final.with_name(f".{final.name}.old.partial")
+def publish(partial: Path, final: Path, latest: Path) -> None:
+    """Give a whole checkpoint its name, and `latest` that; at every moment it names a whole one.
+
+    A checkpoint of the same step may be there, from before a resume of an earlier one, and `latest` may
+    name it: it gets a second name, which `latest` names until the new one stands.
+    """
+    before, gone = (final.with_name(f".{final.name}.{word}") for word in ("before", "gone.partial"))
     if final.exists():
-        final.rename(old)
+        shutil.rmtree(before, ignore_errors=True)
+        shutil.copytree(final, before, copy_function=_link)
+        write_atomically(latest, before.name + "\n")
+        final.rename(gone)
     partial.rename(final)
     descriptor = os.open(final.parent, os.O_RDONLY)
     os.fsync(descriptor)  # so that `latest`, written next, never names a folder that a crash took back
     os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)
+    write_atomically(latest, final.name + "\n")
+    for old in (gone, *final.parent.glob(".step-*.before")):
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def drop_old(newest: Path, keep_last: int, keep_every: int) -> None:
-    """Keep the last `keep_last` up to the newest, and every multiple of `keep_every`, 0 for none.
+def _link(source: str, target: str) -> None:
+    """A second name for a file; a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
-    Later ones, of a run resumed from before them, stay.
+
+def drop_old(newest: Path, keep_last: int) -> list[OSError]:
+    """Keep the last `keep_last` up to the newest, and what was saved to be kept for good; what stayed.
+
+    Later ones, of a run resumed from before them, stay; so do links, to other disks say.
     """
-    step_of = {p: int(p.name[5:]) for p in newest.parent.glob("step-*") if p.name[5:].isdecimal()}
+    problems = []
+    folders = [p for p in newest.parent.glob("step-*") if p.is_dir() and not p.is_symlink()]
+    step_of = {p: int(p.name[5:]) for p in folders if p.name[5:].isdecimal()}
     past = sorted((p for p in step_of if step_of[p] <= step_of[newest]), key=step_of.get)
     for path in past[:-keep_last]:
+        keep_every = _keep_every(path)
         if not (keep_every and step_of[path] % keep_every == 0):
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as problem:
+                problems.append(problem)
+    return problems
+
+
+def _keep_every(checkpoint: Path) -> int:
+    """Of the run that saved it: one that goes on with another value does not drop what that one keeps."""
+    try:
+        return load_config(checkpoint / "config.yaml").train.keep_every
+    except UserError:
+        return 0

@@ -10,7 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lomdm_dist.config import load_config
+from lomdm_dist.errors import UserError
+from lomdm_dist.train import saver
 from lomdm_dist.train.checkpoint import Checkpoint
+from lomdm_dist.train.inputs import open_inputs
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import curve, finish, start, wait_for
 from tests.distributed.test_grids import contents, train
@@ -67,38 +71,109 @@ def test_saves_in_a_row_keep_the_last_and_every_nth(base, tmp_path):
     on_processes(2, train, [*options, f"train.run={run}"])
     assert sorted(os.listdir(run / "checkpoints")) == ["step-14", "step-19", "step-20", "step-7"]
     assert len(curve(run)) == 20
+    on_processes(1, train, [*base, "train.steps=21", "train.keep_last=1", f"train.run={run}"])
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-14", "step-21", "step-7"], "kept for good"
 
 
-def train_on_a_full_disk(overrides: list[str], rank: int) -> str:
-    """One rank cannot write; what everyone is told."""
+def train_on_a_full_disk(overrides: list[str], rank: int, full_until: int) -> str:
+    """One rank finds no room for the saves before step `full_until`; what the run ends with."""
     import lomdm_dist.train.saver as saver
     from lomdm_dist.errors import UserError
 
-    if int(os.environ["RANK"]) == rank:
+    plain = saver.sha256
 
-        def full(*_, **__):
+    def full(path: Path) -> str:
+        folder = next(part for part in path.parts if part.startswith(".step-"))
+        step = int(folder.split(".")[1].removeprefix("step-"))
+        if step < full_until and int(os.environ["RANK"]) == rank:
             raise OSError(28, "No space left on device")
+        return plain(path)
 
-        saver.sha256 = full
+    saver.sha256 = full
     try:
         train(overrides)
     except UserError as error:
         return str(error)
-    return "nothing"
+    return "done"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_fails_on_one_rank_is_said_by_all_and_leaves_nothing(rank, base, tmp_path):
+def test_a_save_that_fails_on_one_rank_leaves_nothing_and_training_goes_on(rank, base, tmp_path):
     run = tmp_path / "run"
-    on_processes(2, train, [*base, "train.steps=2", f"train.run={run}"])
-    before = sorted(os.listdir(run / "checkpoints"))
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    (other / "latest").unlink()
-    shutil.rmtree(other / "checkpoints")
-    said = on_processes(
-        2, train_on_a_full_disk, [*base, "train.steps=4", f"train.run={other}"], rank, seconds=60
-    )
+    options = [*base, "train.steps=4", "train.save_every=1", f"train.run={run}"]
+    assert on_processes(2, train_on_a_full_disk, options, rank, 3, seconds=60) == ["done"] * 2
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-3", "step-4"]
+    Checkpoint(run)
+    said = on_processes(2, train_on_a_full_disk, [*options, "train.steps=6"], rank, 9, seconds=60)
     assert all("cannot write checkpoint" in text and "No space left" in text for text in said), said
-    assert os.listdir(other / "checkpoints") == [] and not (other / "latest").exists()
-    assert sorted(os.listdir(run / "checkpoints")) == before
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-3", "step-4"]
+    assert Checkpoint(run).progress.step == 4 and max(curve(run)) == 6
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_latest_names_a_whole_checkpoint_at_every_moment_of_saving_a_step_again(trained_run, tmp_path):
+    """Killed before each call to the file system, one after the other, and gone on from what was left."""
+    for stop_at in range(100):
+        run = tmp_path / str(stop_at)
+        step = run / "checkpoints/step-8"
+        shutil.copytree(trained_run.run, run)
+        shutil.copytree(step, step.with_name(".step-8.partial"))
+        left = iter(range(stop_at))
+
+        def counted(plain, left=left):
+            def call(*arguments, **named):
+                if next(left, None) is None:
+                    raise Killed
+                return plain(*arguments, **named)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "rename", counted(Path.rename))
+            patch.setattr(saver, "write_atomically", counted(saver.write_atomically))
+            patch.setattr(os, "link", counted(os.link))
+            patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+            try:
+                saver.publish(step.with_name(".step-8.partial"), step, run / "latest")
+                break
+            except Killed:
+                pass
+        assert Checkpoint(run).progress.step == 8, f"killed before call {stop_at}"
+    assert stop_at > 8 and (run / "latest").read_text() == "step-8\n"
+    assert os.listdir(run / "checkpoints") == ["step-8"]
+
+
+def test_what_cannot_be_dropped_stays_and_is_said(trained_run, tmp_path):
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(trained_run.run, tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    for step in (2, 3, 4):
+        shutil.copytree(checkpoints / "step-8", checkpoints / f"step-{step}")
+    (checkpoints / "step-2").rename(elsewhere)
+    (checkpoints / "step-2").symlink_to(elsewhere)
+    (checkpoints / "step-1").write_text("a stray file")
+    with pytest.MonkeyPatch.context() as patch:
+        plain = shutil.rmtree
+
+        def fails_for_3(path):
+            if path.name == "step-3":
+                raise PermissionError(13, "Permission denied", str(path))
+            plain(path)
+
+        patch.setattr(shutil, "rmtree", fails_for_3)
+        (problem,) = saver.drop_old(checkpoints / "step-8", 1)
+    assert "step-3" in str(problem)
+    assert sorted(os.listdir(checkpoints)) == ["step-1", "step-2", "step-3", "step-8"]
+
+
+def test_checkpoints_without_latest_are_not_started_over(trained_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained_run.run, run)
+    (run / "latest").unlink()
+    config = load_config(run / "config.yaml", [f"train.run={run}"])
+    for resume in (None, "auto"):
+        with pytest.raises(UserError, match="has checkpoints, but no file latest"):
+            open_inputs(config, resume)

@@ -165,7 +165,7 @@ def test_z_is_the_same_in_a_tensor_parallel_group_and_different_across_data_para
             ["model.heads=4", "model.length=63", "parallel.tensor_parallel=2"],
             r"model.length 63 does not divide over parallel.tensor_parallel 2.* set that to false",
         ),
-        (["parallel.engine=fsdp2", "parallel.zero_stage=1"], "zero_stage 2 or 3, not 1"),
+        (["parallel.engine=fsdp2", "parallel.zero_stage=1"], r"zero_stage is 1: add parallel.zero_stage=3"),
         (["parallel.zero_stage=0", "parallel.offload=true"], "offload is for zero_stage 1 to 3"),
         (["parallel.shard_group=2"], "shard_group is for engine fsdp2"),
     ],

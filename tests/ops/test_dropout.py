@@ -210,3 +210,9 @@ def test_compiled_functions_are_the_plain_ones():
             plain = function(first, mixed, gate, *keys, threshold)
             compiled = dropout._compiled(function)(first, mixed, gate, *keys, threshold)
             torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rate_of_almost_one_keeps_almost_nothing():
+    rows = row_keys(torch.arange(3), 50)
+    assert keyed_mask(rows, 0, 64, 1 - 1e-12).sum() == 0
+    assert keyed_mask(rows, 0, 64, 1e-12).all()

@@ -9,8 +9,8 @@ from lomdm_dist.train.metrics import _has_wandb_key, _keep_until
 from lomdm_dist.train.saver import drop_old
 
 
-def steps_left(folder, newest, keep, every=0) -> list[str]:
-    drop_old(folder / f"step-{newest}", keep, every)
+def steps_left(folder, newest, keep) -> list[str]:
+    drop_old(folder / f"step-{newest}", keep)
     return sorted(path.name for path in folder.iterdir())
 
 
