@@ -76,9 +76,8 @@ def alive() -> dict[int, int]:
 def shares(engine) -> dict[str, int]:
     """Bytes now alive, by what they are."""
     new = alive()
-    module = engine.model if hasattr(engine, "model") else engine.engine.module
     held = []
-    for parameter in module.parameters():
+    for parameter in engine.module.parameters():
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         held += [parameter.data, parameter.ds_tensor.data] if hasattr(parameter, "ds_tensor") else [parameter]
     parameters = storages(held)

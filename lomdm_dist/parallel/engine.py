@@ -8,7 +8,7 @@ An engine is one of two classes, `DeepSpeed` (zero.py) and `Fsdp2` (fsdp2.py), a
                                   clipping; else None
     engine.pieces                 the float32 master weights and moments that live here (layout.py)
     engine.fill(read)             set the weights: `read` fills the masters of pieces
-    engine.set_learning_rates(), .set_update_count(), .train(), .eval()
+    engine.module, .optimizer     the model, and the AdamW at work on the masters
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ class Fsdp2:
         config: Config,
         grid: Grid,
     ):
-        self.model, self.layouts, self.grid = model, layouts, grid
+        self.module, self.layouts, self.grid = model, layouts, grid
         self.clip, self.accumulation, self.micro_steps = (
             config.optim.clip,
             config.accumulation(grid.data_size),
@@ -58,13 +58,7 @@ class Fsdp2:
         self.pieces = list(self._pieces())
 
     def __call__(self, function: Callable, *arguments):
-        return self.model(function, *arguments)
-
-    def train(self) -> None:
-        self.model.train()
-
-    def eval(self) -> None:
-        self.model.eval()
+        return self.module(function, *arguments)
 
     def backward(self, loss: Tensor) -> None:
         (loss / self.accumulation).backward()
@@ -74,7 +68,7 @@ class Fsdp2:
         if self.micro_steps % self.accumulation:
             return None
         gradients = [
-            (name, p.grad.to_local()) for name, p in self.model.named_parameters() if p.grad is not None
+            (name, p.grad.to_local()) for name, p in self.module.named_parameters() if p.grad is not None
         ]
         norm = gradient_norm(
             ((g, self.layouts[n].dim is not None) for n, g in gradients), self.grid, self.shards
@@ -84,19 +78,11 @@ class Fsdp2:
         self.optimizer.zero_grad()
         return norm
 
-    def set_learning_rates(self, rates: list[float]) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
-
-    def set_update_count(self, updates: int) -> None:
-        for state in self.optimizer.state.values():
-            state["step"].fill_(updates)
-
     def fill(self, read: Callable[[list[Piece]], None]) -> None:
         read(self.pieces)
 
     def _pieces(self) -> Iterator[Piece]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.module.named_parameters():
             master = _flat(parameter.data)
             if len(master):
                 _, offsets = compute_local_shape_and_global_offset(

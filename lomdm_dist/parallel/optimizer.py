@@ -18,6 +18,18 @@ def new_state(master: Tensor, optimizer: torch.optim.AdamW) -> dict[str, Tensor]
     return {"step": step, **{moment: torch.zeros_like(master) for moment in MOMENTS}}
 
 
+def set_learning_rates(optimizer: torch.optim.AdamW, rates: list[float]) -> None:
+    """A rate for each parameter group, in their order; those without a group are left."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def set_update_count(optimizer: torch.optim.AdamW, updates: int) -> None:
+    """Set AdamW's step counter, which corrects the bias of the moments."""
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)
+
+
 def gradient_norm(gradients: Iterable[tuple[Tensor, bool]], grid: Grid, shards=None) -> float:
     """The norm of the whole gradient.
 

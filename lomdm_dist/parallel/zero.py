@@ -48,18 +48,13 @@ class DeepSpeed:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=make_optimizer(model), mpu=grid.mpu, config=settings
             )
-        self._inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        self.module = self.engine.module
+        self.optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         self._make_moments()
         self.pieces = list(self._pieces())
 
     def __call__(self, function: Callable, *arguments):
         return self.engine(function, *arguments)
-
-    def train(self) -> None:
-        self.engine.train()
-
-    def eval(self) -> None:
-        self.engine.eval()
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
@@ -77,19 +72,9 @@ class DeepSpeed:
         return norm
 
     def _gradients(self) -> Iterator[tuple[Tensor, bool]]:
-        for name, parameter in self.engine.module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 yield parameter.grad, self.layouts[name].dim is not None
-
-    def set_learning_rates(self, rates: list[float]) -> None:
-        """A rate for each parameter group, in the optimiser's order; those without a group are left."""
-        for group, rate in zip(self.engine.optimizer.param_groups, rates, strict=False):
-            group["lr"] = rate
-
-    def set_update_count(self, updates: int) -> None:
-        """Set AdamW's step counter, which corrects the bias of the moments."""
-        for state in self._inner.state.values():
-            state["step"].fill_(updates)
 
     def fill(self, read: Callable[[list[Piece]], None]) -> None:
         read(self.pieces)
@@ -97,11 +82,11 @@ class DeepSpeed:
             read(
                 [
                     Piece(name, self.layouts[name], 0, parameter.data.view(-1), {})
-                    for name, parameter in self.engine.module.named_parameters()
+                    for name, parameter in self.module.named_parameters()
                 ]
             )
         if self.stage == 3:
-            parameters = dict(self.engine.module.named_parameters())
+            parameters = dict(self.module.named_parameters())
             for piece in self.pieces:
                 parameters[piece.name].ds_tensor.data[: len(piece.master)].copy_(piece.master)
 
@@ -109,23 +94,23 @@ class DeepSpeed:
         """The tensors that AdamW updates: flat float32 partitions under ZeRO, else the parameters."""
         if self.stage == 3:
             return self.engine.optimizer.fp32_partitioned_groups_flat
-        return [p for group in self._inner.param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _make_moments(self) -> None:
         """Create the moments now rather than in the first step, so that a checkpoint can fill them."""
         for master in self._masters():
-            self._inner.state[master] = new_state(master, self._inner)
+            self.optimizer.state[master] = new_state(master, self.optimizer)
 
     def _pieces(self) -> Iterator[Piece]:
         """Over the ranks they cover every parameter."""
-        for name, parameter in self.engine.module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             layout = self.layouts[name]
             if self.stage == 3:
                 yield from _zero3_piece(name, layout, parameter)
             elif self.stage > 0:
-                yield from _zero12_piece(name, layout, parameter, self._inner)
+                yield from _zero12_piece(name, layout, parameter, self.optimizer)
             else:
-                flat = {m: self._inner.state[parameter][m].view(-1) for m in MOMENTS}
+                flat = {m: self.optimizer.state[parameter][m].view(-1) for m in MOMENTS}
                 yield Piece(name, layout, 0, parameter.data.view(-1), flat)
 
 

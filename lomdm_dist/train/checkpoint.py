@@ -41,7 +41,7 @@ from lomdm_dist.files import sha256
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.grid import rank, world_size
 from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_layouts, whole_pieces
-from lomdm_dist.parallel.optimizer import MOMENTS
+from lomdm_dist.parallel.optimizer import MOMENTS, set_update_count
 from lomdm_dist.train.optim import WeightAverage
 
 LATEST, STATE = "latest", "state.json"
@@ -259,7 +259,7 @@ class Checkpoint:
         state = engine_state(engine.pieces, average, flat=self.state.format == 1)
         self.read({name: tensor for name, tensor in state.items() if not name.startswith("raw/")})
         average.updates = self.state.ema_updates
-        engine.set_update_count(self.progress.step)
+        set_update_count(engine.optimizer, self.progress.step)
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""

@@ -22,6 +22,7 @@ from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
+from lomdm_dist.parallel.optimizer import set_learning_rates
 from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
@@ -170,9 +171,9 @@ class Run:
     def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        self.engine.set_learning_rates(learning_rates(config.optim, step))
+        set_learning_rates(self.engine.optimizer, learning_rates(config.optim, step))
         self._seed_native_dropout(step)
-        self.engine.train()
+        self.engine.module.train()
         sums, rows = StepSums(), self._rows()
         for k in range(self.accumulation):
             first = (grid.data_rank * self.accumulation + k) * micro
@@ -286,7 +287,7 @@ class Run:
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
-        self.engine.eval()
+        self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
         bound = estimate_bound(self.engine, self.valid, self.config, np.arange(count), grid=self.grid)
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})

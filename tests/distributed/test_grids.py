@@ -216,9 +216,7 @@ def go_on(overrides: list[str], checkpoint: str) -> list[float]:
         run.train(stop, config.train.steps)
         run.saver.close()
         run.batches.close()
-        engine = run.engine
-        optimizer = engine.optimizer if config.parallel.engine == "fsdp2" else engine.engine.optimizer
-        return [group["lr"] for group in optimizer.param_groups]
+        return [group["lr"] for group in run.engine.optimizer.param_groups]
 
 
 RESUMED = [
