@@ -67,12 +67,9 @@ class Saver:
         partial = final.with_name(f".{final.name}.partial")
         try:
             self._together(final, lambda: self._prepare(partial))
-            self._together(
-                final, lambda: dcp.save(state, checkpoint_id=partial, process_group=self.grid.saving)
-            )
+            self._together(final, lambda: self._write_pieces(state, partial))
             self._together(final, lambda: self._add_config(partial))
-            names = share_of(checkpoint_files(partial))
-            shares = self._together(final, lambda: {name: sha256(partial / name) for name in names})
+            shares = self._together(final, lambda: _checksums(partial))
             files = {name: digest for share in shares for name, digest in share.items()}
             self._together(final, lambda: self._publish(partial, final, progress, updates, files))
         except BaseException as error:
@@ -105,6 +102,9 @@ class Saver:
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
 
+    def _write_pieces(self, state: dict, partial: Path) -> None:
+        dcp.save(state, checkpoint_id=partial, process_group=self.grid.saving)
+
     def _add_config(self, partial: Path) -> None:
         if self.grid.first:
             self.config.save(partial / "config.yaml")
@@ -123,6 +123,11 @@ class Saver:
         )
         write_atomically(partial / STATE, state.model_dump_json(indent=1) + "\n")
         publish(partial, final, self.config.train.run / LATEST)
+
+
+def _checksums(partial: Path) -> dict[str, str]:
+    """Of this rank's share of the files."""
+    return {name: sha256(partial / name) for name in share_of(checkpoint_files(partial))}
 
 
 def publish(partial: Path, final: Path, latest: Path) -> None:
