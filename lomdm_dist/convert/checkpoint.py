@@ -26,6 +26,7 @@ from lomdm_dist.train.checkpoint import (
     Checkpoint,
     State,
     checkpoint_files,
+    steps_in,
 )
 
 FIRST_ERRORS = 4
@@ -158,10 +159,10 @@ def inspect(path: Path) -> Contents:
 
 def checkpoints_of(run: Path) -> list[Path]:
     """All of a run, by their steps. Raises UserError."""
-    found = [path for path in run.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+    found = list(steps_in(run / "checkpoints"))
     if not found:
         raise UserError(f"no checkpoints/step-N in {run}: give a run folder")
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    return found
 
 
 def verify(path: Path) -> Contents:

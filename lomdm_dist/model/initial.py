@@ -13,11 +13,13 @@ itself, and a model that is spread over processes starts the same on any grid.
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lomdm_dist.process.noise import hashed_uniforms
+from lomdm_dist.ops.hash import hashed_uniforms
 
 CHUNK = 2**22  # elements drawn at a time
 
@@ -44,14 +46,21 @@ def starts(model: nn.Module) -> dict[str, tuple[float, float]]:
     return found
 
 
-def draw_start(out: Tensor, seed: int, name: str, start: tuple[float, float], index: Tensor) -> None:
-    """Fill `out` with the elements of parameter `name` at `index`, their places in it, flattened."""
+def draw_start(
+    out: Tensor, seed: int, name: str, start: tuple[float, float], index: Callable[[int, int], Tensor]
+) -> None:
+    """Fill `out` [n] with elements of parameter `name`.
+
+    index(first, last): where elements first .. last of `out` lie in the whole parameter, flattened.
+    """
     low, high = start
     if low == high:
         out.fill_(low)
-    else:
-        key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
-        out.copy_(low + (high - low) * hashed_uniforms(key, index))
+        return
+    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
+    for first in range(0, len(out), CHUNK):
+        part = out[first : first + CHUNK]
+        part.copy_(low + (high - low) * hashed_uniforms(key, index(first, first + len(part))))
 
 
 @torch.no_grad()
@@ -61,7 +70,5 @@ def initialize(model: nn.Module, seed: int) -> None:
         parameter = model.get_parameter(name)
         if parameter.is_meta:
             return
-        flat = parameter.view(-1)
-        for first in range(0, len(flat), CHUNK):
-            part = flat[first : first + CHUNK]
-            draw_start(part, seed, name, start, torch.arange(first, first + len(part), device=part.device))
+        index = partial(torch.arange, device=parameter.device)
+        draw_start(parameter.view(-1), seed, name, start, index)

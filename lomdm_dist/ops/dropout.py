@@ -15,21 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lomdm_dist.ops.hash import GOLDEN, mix, signed
+
 CHUNK = 131_072  # elements, CPU: few enough for the caches, enough to hide the cost of a call
 
 
-def _signed(number: int, bits: int) -> int:
-    return number - (1 << bits) if number >> (bits - 1) else number
-
-
-GOLDEN = _signed(0x9E3779B97F4A7C15, 64)  # the increment of splitmix64, then its two multipliers
-SPLITMIX = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
-LOWBIAS = _signed(0x7FEB352D, 32), _signed(0x846CA68B, 32)  # found by search for low bias in 32 bits
+LOWBIAS = signed(0x7FEB352D, 32), signed(0x846CA68B, 32)  # found by search for low bias in 32 bits
 
 
 def row_keys(sequence_keys: Tensor, length: int) -> Tensor:
     """One key a token position: int64 [B], random numbers -> int64 [B * length], sequence by sequence."""
-    return _mix(sequence_keys[:, None] + _numbers(length, sequence_keys) * GOLDEN).flatten()
+    return mix(sequence_keys[:, None] + _numbers(length, sequence_keys) * GOLDEN).flatten()
 
 
 def residual_dropout(
@@ -54,20 +50,13 @@ def _numbers(count: int, like: Tensor) -> Tensor:
     return torch.arange(1, count + 1, device=like.device)
 
 
-def _mix(z: Tensor) -> Tensor:
-    """The end of splitmix64: int64 to int64, one to one, every bit of the result hangs on every bit."""
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * SPLITMIX[0]  # the shifts are made logical by the masks
-    z = (z ^ (z >> 27 & (1 << 37) - 1)) * SPLITMIX[1]
-    return z ^ (z >> 31 & (1 << 33) - 1)
-
-
 def _keys(rows: Tensor, branch: int, channels: Tensor) -> tuple[Tensor, Tensor]:
     """The keys of one branch, int32: of its rows [N, 1] and of its channels [1, D], numbered 1 to D.
 
     Row keys are random, so adding a small number meets no other row.
     """
     both = torch.cat([rows + branch, channels * GOLDEN])  # in one go: small tensors cost calls
-    mixed = (_mix(both) >> 32).int()
+    mixed = (mix(both) >> 32).int()
     return mixed[: len(rows), None], mixed[None, len(rows) :]
 
 

@@ -12,12 +12,13 @@ An engine is one of two classes, `DeepSpeed` (zero.py) and `Fsdp2` (fsdp2.py), a
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
-from lomdm_dist.model.initial import CHUNK, draw_start, starts
+from lomdm_dist.model.initial import draw_start, starts
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Piece, whole_layouts
 
@@ -41,11 +42,9 @@ class Blueprint:
         for piece in pieces:
             piece.master.zero_()  # padding
             for box in piece.boxes():
-                for first in range(0, box.numel, CHUNK):
-                    last = min(first + CHUNK, box.numel)
-                    index = box.index(piece.layout.shape, first, last, piece.master.device)
-                    part = piece.master[box.start + first : box.start + last]
-                    draw_start(part, seed, piece.name, self.starts[piece.name], index)
+                part = piece.master[box.start : box.start + box.numel]
+                index = partial(box.index, piece.layout.shape, device=part.device)
+                draw_start(part, seed, piece.name, self.starts[piece.name], index)
 
 
 def start_engine(blueprint: Blueprint, make_optimizer: Callable, config: Config, grid: Grid):

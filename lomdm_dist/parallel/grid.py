@@ -68,9 +68,6 @@ class Grid:
         """Whether this process prints and writes what is written once."""
         return rank() == 0
 
-    def barrier(self) -> None:
-        dist.barrier()
-
     def gather(self, value) -> list:
         """Everybody's value, in the order of the ranks, on every rank."""
         gathered = [None] * dist.get_world_size()

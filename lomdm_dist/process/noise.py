@@ -42,25 +42,3 @@ def keyed_integers(seed: int, purpose: int, step: int, indices: Iterable[int], c
         keyed_generator(seed, purpose, step, int(index)).integers(2**63 - 1, size=count) for index in indices
     ]
     return torch.from_numpy(np.stack(rows))
-
-
-def hashed_uniforms(key: int, index: Tensor) -> Tensor:
-    """Uniforms in [0, 1) by index alone: a hash (SplitMix64) of (key, index), on the index' device.
-
-    key: 64 bits; index: int64, any shape -> float64 of that shape, multiples of 2**-53. For values too
-    many to draw in order, of which each process wants some.
-    """
-    z = (index + _int64(key)) * _int64(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _int64(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _int64(0x94D049BB133111EB)
-    return _shifted(z ^ _shifted(z, 31), 11).to(torch.float64) * 2.0**-53
-
-
-def _int64(number: int) -> int:
-    """The signed integer of the same 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """The logical right shift; torch's own is arithmetic."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)

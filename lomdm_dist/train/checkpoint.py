@@ -171,6 +171,12 @@ def share_of(names: list[str]) -> list[str]:
     return names[rank() :: world_size()]
 
 
+def steps_in(checkpoints: Path) -> dict[Path, int]:
+    """Each step-N of a run's folder of checkpoints, and N, in their order."""
+    found = {path: int(path.name[5:]) for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint folder, from itself or from its run's folder (then the latest). UserError."""
     path = Path(path)
@@ -238,9 +244,9 @@ class Checkpoint:
 
     def _another(self) -> str:
         """What to use instead."""
-        step_of = {p: int(p.name[5:]) for p in self.folder.parent.glob("step-*") if p.name[5:].isdecimal()}
-        older = [p for p in step_of if step_of[p] < step_of.get(self.folder, 0)]
-        return f"the one before it is {max(older, key=step_of.get)}" if older else "there is none before it"
+        step_of = steps_in(self.folder.parent)
+        older = [path for path in step_of if step_of[path] < step_of.get(self.folder, 0)]
+        return f"the one before it is {older[-1]}" if older else "there is none before it"
 
     def tokenizer(self):
         """The tokenizer that is saved with the checkpoint. Raises UserError."""

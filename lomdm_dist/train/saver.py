@@ -32,6 +32,7 @@ from lomdm_dist.train.checkpoint import (
     checkpoint_files,
     engine_state,
     share_of,
+    steps_in,
 )
 from lomdm_dist.train.optim import WeightAverage
 
@@ -165,10 +166,9 @@ def drop_old(newest: Path, keep_last: int) -> list[OSError]:
     Later ones, of a run resumed from before them, stay; so do links, to other disks say.
     """
     problems = []
-    folders = [p for p in newest.parent.glob("step-*") if p.is_dir() and not p.is_symlink()]
-    step_of = {p: int(p.name[5:]) for p in folders if p.name[5:].isdecimal()}
-    past = sorted((p for p in step_of if step_of[p] <= step_of[newest]), key=step_of.get)
-    for path in past[:-keep_last]:
+    step_of = steps_in(newest.parent)
+    past = [path for path in step_of if step_of[path] <= step_of[newest]]
+    for path in [path for path in past if path.is_dir() and not path.is_symlink()][:-keep_last]:
         keep_every = _keep_every(path)
         if not (keep_every and step_of[path] % keep_every == 0):
             try:

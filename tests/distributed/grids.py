@@ -11,11 +11,11 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import wait
-from pathlib import Path
+
+from tests.distributed.runs import ROOT
 
 PRELOADED = ["torch", "deepspeed", "megatron.core", "lomdm_dist.train.loop", "lomdm_dist.parallel.tensor"]
 SECONDS = 300
-ROOT = Path(__file__).parents[2]
 
 
 def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> list:

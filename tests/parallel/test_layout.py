@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import torch
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.initial import draw_start, initialize, starts
+from lomdm_dist.ops.hash import hashed_uniforms
 from lomdm_dist.parallel.layout import Layout, Piece, boxes, whole_pieces
-from lomdm_dist.process.noise import hashed_uniforms
 from tests.model.test_model import tiny_config
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -77,7 +78,7 @@ def test_a_part_of_a_new_model_is_drawn_as_the_whole_is():
             part = Piece(piece.name, piece.layout, start, torch.empty(end - start), {})
             for box in part.boxes():
                 out = part.master[box.start : box.start + box.numel]
-                index = box.index(piece.layout.shape, 0, box.numel)
+                index = partial(box.index, piece.layout.shape)
                 draw_start(out, 3, piece.name, drawn[piece.name], index)
             assert torch.equal(part.master, piece.master[start:end])
 
