@@ -23,7 +23,8 @@ from lomdm_dist.config import load_config
 from lomdm_dist.data.reader import Reader
 from lomdm_dist.data.shards import ShardSet, unpack
 from lomdm_dist.model import LoMDM
-from lomdm_dist.train.step import draw_noise, training_loss
+from lomdm_dist.parallel.engine import Alone
+from lomdm_dist.train.step import backpropagate, draw_noise
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU = torch.device("cuda")
@@ -55,12 +56,13 @@ def equal_losses(data: Path) -> list[dict]:
             model = model.to(device=device, dtype=dtype)
             model.zero_grad()
             x, valid = unpack(ids, None, device)
-            loss, _ = training_loss(model, x, valid, draw_noise(config, 3, torch.arange(16), device), config)
-            loss.backward()
+            noise = draw_noise(config, 3, torch.arange(16), device)
+            stats = backpropagate(Alone(model), x, valid, noise, config)
             norm = torch.stack(
                 [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
             ).norm()
-            row[kind] = {"loss": loss.item(), "grad_norm": norm.item()}
+            loss = (stats["bound"] / stats["tokens"].to(device)).item()
+            row[kind] = {"loss": loss, "grad_norm": norm.item()}
         rows.append(row)
         off = {k: abs(row[k]["loss"] / row["cpu"]["loss"] - 1) for k in ("gpu", "gpu bf16")}
         assert off["gpu"] < 1e-4 and off["gpu bf16"] < 2e-2, row

@@ -21,7 +21,7 @@ from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, process_grid
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.train.optim import make_optimizer
-from lomdm_dist.train.step import draw_noise, training_loss
+from lomdm_dist.train.step import backpropagate, draw_noise
 
 MICRO_BATCH = 2
 MODEL = {"vocab_size": 512, "mask_id": 1, "length": 16, "width": 512, "blocks": 2, "heads": 4, "dropout": 0.0}
@@ -106,13 +106,11 @@ def measure(config: Config, grid: Grid) -> dict[str, float]:
                 3, config.model.vocab_size, (MICRO_BATCH, config.model.length), device=grid.device
             )
             noise = draw_noise(config, step, torch.arange(MICRO_BATCH), grid.device)
-            loss, _ = engine(training_loss, x, None, noise, config)
-            engine.backward(loss)
-            del loss, _
+            backpropagate(engine, x, None, noise, config)
             now = shares(engine)
             if sum(now.values()) > sum(peak.values()):
                 peak = now
-            engine.step()
+        engine.step()
     return {name: size / blueprint.parameters for name, size in peak.items()}
 
 

@@ -265,6 +265,10 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice.
 
+    two_samples  the two masked samples go through the network one after the other (`split`, half the
+                 memory of activations) or side by side (`joint`)
+    recompute    in the backward pass, instead of keeping it: of each block the attention, or all
+    offload_activations  keep what the backward pass needs of each block in the memory of the host
     keep_last   checkpoints to keep, and besides them for good those of every `keep_every` steps; 0: none
     """
 
@@ -272,6 +276,9 @@ class TrainConfig(Section):
     steps: Positive
     global_batch: Positive
     micro_batch: Positive
+    two_samples: Literal["split", "joint"] = "split"
+    recompute: Literal["none", "attention", "block"] = "none"
+    offload_activations: Annotated[bool, Field(strict=True)] = False
     precision: Literal["bf16", "fp32"] = "bf16"
     seed: NonNegative = 0
     log_every: Positive = 10

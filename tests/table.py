@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from lomdm_dist.config import OBJECTIVES, ModelConfig
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.backbone import Context
-from lomdm_dist.ops.cross_entropy import linear_cross_entropy, subs_logits
+from lomdm_dist.ops.attention import Sight
+from lomdm_dist.ops.masked_linear_ce import masked_linear_ce, subs_logits
 
 V, L, MASK = 3, 3, 3  # tokens 0, 1, 2, and the mask
 TEXTS = torch.tensor(list(itertools.product(range(V + 1), repeat=L)))  # row `code` is the text of that code
@@ -39,20 +40,20 @@ class TableBackbone(nn.Module):
         self.table = nn.Parameter((64 * table).round() / 64)  # float32 holds these exactly
         self.output = TableOutput()
 
-    def context(self, valid, length, documents=None, dropout=None):
-        return Context(torch.zeros(1), None, {}, None)
+    def context(self, shape, valid=None, documents=None, dropout=None):
+        return Context(torch.zeros(1), None, Sight(False, L), None, shape, None)
 
     def forward(self, tokens: Tensor, context) -> Tensor:
-        return self.table[(tokens * CODES).sum(dim=1)]
+        return self.table[(tokens * CODES).sum(dim=1)].flatten(0, 1)
 
 
 class TableOutput(nn.Module):
-    def forward(self, features, condition, targets=None, values=None):
+    def forward(self, features, condition, rows=None, targets=None, weights=None, *values):
         identity, zero = torch.eye(V + 1, dtype=features.dtype), torch.zeros(V + 1, dtype=features.dtype)
         hidden = features[..., : V + 1]
-        if targets is None:
+        if rows is None:
             return subs_logits(hidden, identity, zero, MASK)
-        return linear_cross_entropy(hidden, identity, zero, targets, MASK, V + 1, values)
+        return masked_linear_ce(hidden[rows], identity, zero, targets, weights, MASK, V + 1, *values)
 
 
 class TableHead(nn.Module):
@@ -63,7 +64,7 @@ class TableHead(nn.Module):
         self.columns, self.scale = slice(first, first + outputs), SCALE[outputs]
 
     def forward(self, features: Tensor, context) -> Tensor:
-        return features[..., self.columns] * self.scale
+        return context.spread(features[..., self.columns] * self.scale)
 
 
 def table_model(objective: dict, seed: int = 0) -> LoMDM:

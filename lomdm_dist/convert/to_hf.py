@@ -101,7 +101,7 @@ def _compare(model: LoMDM, folder: Path, checkpoint: Checkpoint) -> dict[str, fl
     x, z, valid = _random_batch(checkpoint)
     features, reverse, condition = model.see(z, valid)
     seen = exported(z, attention_mask=valid)
-    logits = _difference(model.backbone.output(features, condition), seen.logits)
+    logits = _difference(model.backbone.output(features[valid], condition), seen.logits[valid])
     psi = _difference(reverse.exponent.expand(z.shape), seen.exponents)
     phi = _difference(
         model.order(x, valid).exponent.expand(x.shape), exported.order_exponents(x, attention_mask=valid)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.model.bound import draw_terms
+from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
 
@@ -29,17 +29,20 @@ def sequence_bounds(
     x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks. float64.
     """
     if config.objective.name == "ar":
-        nll = model.causal_ce(x, valid).double().sum(dim=1)
+        ce, _ = model.causal_ce(x, valid)
+        nll = ce.double().sum(dim=1)
         return torch.stack([nll, torch.zeros_like(nll), torch.zeros_like(nll)])
     rule, eps = config.evaluate.time, config.evaluate.time_eps
-    schedule = model.order(x, valid)
+    outputs = model.order_outputs(x, valid)
+    schedule = model.schedule(outputs, x, valid)
     above, below, jumps = torch.zeros(3, len(x), dtype=torch.float64, device=x.device)
     for uniforms in noise:
         time, masks = uniforms.split([2, x.shape[1]], dim=1)
         for rule_k in (rule, "remainder") if rule == "uniform" else (rule,):
-            terms = draw_terms(model, schedule, x, valid, time, [masks], rule_k, eps)
+            draw = draw_masks(schedule, x, valid, time, [masks], rule_k, eps, model.mask_id)
+            terms = estimate(model, outputs, x, valid, draw)
             value = (terms.main + terms.velocity)[0]
-            late = (terms.t >= eps) & (rule_k != "remainder")
+            late = (draw.t >= eps) & (rule_k != "remainder")
             above, below = above + value * late, below + value * ~late
         if isinstance(schedule, PolynomialSchedule):
             jumps = jumps + end_terms(model, schedule, x, valid, masks)
@@ -57,9 +60,9 @@ def end_terms(
     everything = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
     ends = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
     ends[1] = 1
-    first, _ = model.denoise(torch.where(everything, model.mask_id, x), x, everything, valid)
+    first = model.denoise(torch.where(everything, model.mask_id, x), x, everything, valid).ce
     z = corrupt(x, schedule, ends[0], uniforms, model.mask_id, valid)
-    last, _ = model.denoise(z, x, z == model.mask_id, valid)
+    last = model.denoise(z, x, z == model.mask_id, valid).ce
     return (schedule.log_keep_prob(ends[1]).exp() * first).sum(dim=1) + last.double().sum(dim=1)
 
 

@@ -24,12 +24,10 @@ class SchedulerHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, features: Tensor, context: Context) -> Tensor:
-        """features [B, L, D] -> [B, L, outputs], float32."""
-        hidden = features.flatten(0, 1)
-        if self.block is not None:
-            hidden = self.block(hidden, *context)
+        """features [N, D] -> [B, L, outputs], float32; 0 at padding."""
+        hidden = features if self.block is None else self.block(features, *context[:4])
         outputs = F.linear(hidden.float(), self.weight.float(), self.bias.float())
-        return outputs.unflatten(0, features.shape[:2])
+        return context.spread(outputs).clone()  # FSDP2 warns of views, and this is small
 
 
 class TokenExponents(nn.Module):

@@ -1,12 +1,13 @@
 """The joint model: one backbone, and what its objective needs to know in which order to mask."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lomdm_dist.config import LomdmObjective, ModelConfig, Objective, WindowObjective
-from lomdm_dist.model.backbone import Backbone
+from lomdm_dist.model.backbone import Backbone, Context
 from lomdm_dist.model.heads import SchedulerHead, TokenExponents
 from lomdm_dist.model.initial import initialize
 from lomdm_dist.process import (
@@ -48,31 +49,40 @@ class LoMDM(nn.Module):
         initialize(self, seed=0)
 
     def forward(self, function: Callable, *arguments):
-        """Run `function(model, *arguments)`: a whole training loss is one forward pass.
-
-        Engines that shard the parameters count forward and backward passes of the outermost
-        module. DeepSpeed's ZeRO 1 in bf16 clears gradients already computed when two of them meet
-        one backward pass.
-        """
+        """Run `function(model, *arguments)`: engines that shard the parameters hook the outermost module."""
         return function(self, *arguments)
 
     def order(self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None):
-        """The forward schedule of clean text x [B, L]: when each position is masked.
+        """The forward schedule of clean text x [B, L]: when each position is masked."""
+        return self.schedule(self.order_outputs(x, valid, dropout), x, valid)
 
-        Gradients reach phi, or the exponents of the tokens. The feature pass of phi runs without
-        dropout, and without gradient unless `stop_gradient` is off.
+    def order_outputs(
+        self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None
+    ) -> Tensor | None:
+        """What is learned of the order of clean text x [B, L], float32: phi's outputs [B, L, 1 or 3];
+        for GenMD4 the exponents of the tokens [V]; None where nothing is.
+
+        The feature pass of phi runs without dropout, and without gradient unless `stop_gradient` is off.
         """
         if self.token_exponents is not None:
-            return PowerSchedule(self.token_exponents()[x])
+            return self.token_exponents()
         if self.phi is None:
-            return fixed_schedule(self.objective, x.shape[1], x.device)
+            return None
         training = self.backbone.training
         self.backbone.eval()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
-            context = self.backbone.context(valid, x.shape[1], self.documents(x), dropout)
+            context = self.backbone.context(x.shape, valid, self.documents(x), dropout)
             features = self.backbone(x, context)
         self.backbone.train(training)
-        return learned_schedule(self.objective, self.phi(features, context), valid)
+        return self.phi(features, context)
+
+    def schedule(self, outputs: Tensor | None, x: Tensor, valid: Tensor | None):
+        """The forward schedule of x [B, L] that such outputs mean."""
+        if self.token_exponents is not None:
+            return PowerSchedule(outputs[x])
+        if outputs is None:
+            return fixed_schedule(self.objective, x.shape[1], x.device)
+        return learned_schedule(self.objective, outputs, valid)
 
     def denoise(
         self,
@@ -81,22 +91,39 @@ class LoMDM(nn.Module):
         masked: Tensor,
         valid: Tensor | None = None,
         dropout: Tensor | None = None,
-    ) -> tuple:
-        """The masked text z, the clean x -> CE [B, L] (float32, 0 where not masked), reverse schedule.
+        weights: Tensor | None = None,
+        exponents: Tensor | None = None,
+        exponent_weights: Tensor | None = None,
+    ) -> "Denoised":
+        """The masked text z and the clean x, [B, L]: cross-entropy, reverse schedule.
 
-        Only masked positions are projected onto the vocabulary. For GenMD4 the CE is that of the
-        reweighted distribution p w / <w, p>, and the reverse exponent <w, p>.
+        Only masked positions are projected onto the vocabulary. weights [B, L] are those of the CE in
+        `Denoised.total`, by default 1. GenMD4 also has exponents [V], its own by default, and
+        exponent_weights [B, L], those of their means, by default 0.
         """
-        features, reverse, condition = self.see(z, valid, self.documents(x), dropout)
-        features, targets = features[masked], x[masked]
-        if self.token_exponents is None:
-            ce = self.backbone.output(features, condition, targets)
-        else:
-            w = self.token_exponents()
-            ce, expected = self.backbone.output(features, condition, targets, w)
-            ce = ce - w[targets].log() + expected.log()
-            reverse = PowerSchedule(torch.ones(z.shape, device=z.device).masked_scatter(masked, expected))
-        return torch.zeros(z.shape, device=z.device).masked_scatter(masked, ce), reverse
+        context, features, reverse = self._see(z, valid, self.documents(x), dropout)
+        places = masked.flatten().nonzero()[:, 0]
+
+        def picked(values: Tensor) -> Tensor:
+            return values.flatten()[places]
+
+        weights = torch.ones(z.shape, dtype=torch.float64, device=z.device) if weights is None else weights
+        loss = picked(x), picked(weights)
+        if self.token_exponents is not None:
+            exponents = self.token_exponents() if exponents is None else exponents
+            loss = (
+                *loss,
+                exponents,
+                picked(torch.zeros_like(weights) if exponent_weights is None else exponent_weights),
+            )
+        total, ce, *means = self.backbone.output(features, context.condition, context.rows(places), *loss)
+
+        def spread(rows: Tensor, elsewhere: float) -> Tensor:
+            return rows.new_full(z.shape, elsewhere).masked_scatter(masked, rows)
+
+        if means:
+            reverse = PowerSchedule(spread(means[0], 1.0))
+        return Denoised(spread(ce, 0.0), reverse, total)
 
     def documents(self, x: Tensor) -> Tensor | None:
         """The number of each token's document in the clean text x [B, L]; None where all attend to all."""
@@ -105,48 +132,66 @@ class LoMDM(nn.Module):
         ends = (x == self.eos_id).long()
         return ends.cumsum(dim=1) - ends  # EOS belongs to the document that it ends
 
-    def see(
-        self,
-        z: Tensor,
-        valid: Tensor | None = None,
-        documents: Tensor | None = None,
-        dropout: Tensor | None = None,
-    ) -> tuple:
+    def see(self, z: Tensor, valid: Tensor | None = None, documents: Tensor | None = None) -> tuple:
         """The masked text z -> features [B, L, D], reverse schedule, and the condition of the output.
 
         `backbone.output(features, condition)` gives the logits of the positions one asks for. The
         schedule is None for GenMD4, whose order is that of the tokens drawn.
         """
-        context = self.backbone.context(valid, z.shape[1], documents, dropout)
+        context, features, reverse = self._see(z, valid, documents, None)
+        return context.spread(features), reverse, context.condition
+
+    def _see(self, z: Tensor, valid, documents, dropout) -> tuple:
+        context = self.backbone.context(z.shape, valid, documents, dropout)
         features = self.backbone(z, context)
         if self.token_exponents is not None:
-            return features, None, context.condition
+            return context, features, None
         if self.psi is None:
-            return features, fixed_schedule(self.objective, z.shape[1], z.device), context.condition
+            return context, features, fixed_schedule(self.objective, z.shape[1], z.device)
         if self.objective.stop_gradient:
-            outputs = self.psi(features.detach(), context._replace(condition=context.condition.detach()))
+            cut_off = context._replace(condition=context.condition.detach())
+            outputs = self.psi(features.detach(), cut_off)
         else:
             outputs = self.psi(features, context)
-        return features, learned_schedule(self.objective, outputs, valid), context.condition
+        return context, features, learned_schedule(self.objective, outputs, valid)
 
-    def predict_next(
-        self, x: Tensor, documents: Tensor | None = None, dropout: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def predict_next(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`ar`: x [B, L] -> features of positions 0 .. L, [B, L + 1, D], each of those before it; condition.
 
         Position 0 is seen from the mask token, which stands for "nothing yet". documents [B, L + 1]
         numbers those of the tokens to predict: a new one is seen from the EOS before it, and no more.
         """
-        tokens = torch.cat([x.new_full((len(x), 1), self.mask_id), x], dim=1)
-        context = self.backbone.context(None, tokens.shape[1], documents, dropout)
-        return self.backbone(tokens, context), context.condition
+        context, features = self._see_before(x, None, documents, None)
+        return context.spread(features), context.condition
 
-    def causal_ce(self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None) -> Tensor:
-        """`ar`: -log p(x_i | x_<i), [B, L], float32; 0 at padding, which only ends a sequence."""
+    def _see_before(self, x: Tensor, valid, documents, dropout) -> tuple[Context, Tensor]:
+        tokens = torch.cat([x.new_full((len(x), 1), self.mask_id), x], dim=1)
+        context = self.backbone.context(tokens.shape, valid, documents, dropout)
+        return context, self.backbone(tokens, context)
+
+    def causal_ce(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        dropout: Tensor | None = None,
+        weight: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """`ar`: -log p(x_i | x_<i), [B, L], float32, 0 at padding, detached; and `weight` times its sum."""
         predicted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
-        features, condition = self.predict_next(x[:, :-1], self.documents(x), dropout)
-        ce = self.backbone.output(features[predicted], condition, x[predicted])
-        return torch.zeros(x.shape, device=x.device).masked_scatter(predicted, ce)
+        context, features = self._see_before(x[:, :-1], valid, self.documents(x), dropout)
+        places = predicted.flatten().nonzero()[:, 0]
+        weights = torch.full(places.shape, weight, dtype=torch.float64, device=x.device)
+        rows = context.rows(places)
+        total, ce = self.backbone.output(features, context.condition, rows, x.flatten()[places], weights)
+        return ce.new_zeros(x.shape).masked_scatter(predicted, ce), total
+
+
+class Denoised(NamedTuple):
+    """What the network says of a masked text."""
+
+    ce: Tensor  # [B, L], float32 or wider, 0 where not masked; detached
+    reverse: object  # schedule; for GenMD4 its exponents are the means under the network, detached
+    total: Tensor  # the weighted sum of CE (and of the means), whose gradient reaches the network
 
 
 def learned_schedule(objective: LomdmObjective, outputs: Tensor, valid: Tensor | None):

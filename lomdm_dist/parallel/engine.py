@@ -3,9 +3,10 @@
 An engine is one of two classes, `DeepSpeed` (zero.py) and `Fsdp2` (fsdp2.py), alike in use:
 
     engine(function, ...)         a forward pass of the model, as `LoMDM.forward`
-    engine.backward(loss)         gradients; the mean over micro-batches and data-parallel ranks
-    engine.step()                 after the last micro-batch of a step: clip, update, and the norm before
-                                  clipping; else None
+    engine.backward(loss, more)   add the gradients of a loss, over the ranks their mean; `more` says that
+                                  more of the same parameters follow in this micro-batch
+    engine.drop()                 forget the gradients of the step so far
+    engine.step()                 once a step: clip, update; returns the norm before clipping
     engine.pieces                 the float32 master weights and moments that live here (layout.py)
     engine.fill(read)             set the weights: `read` fills the masters of pieces
     engine.module, .optimizer     the model, and the AdamW at work on the masters
@@ -45,6 +46,19 @@ class Blueprint:
                 part = piece.master[box.start : box.start + box.numel]
                 index = partial(box.index, piece.layout.shape, device=part.device)
                 draw_start(part, seed, piece.name, self.starts[piece.name], index)
+
+
+class Alone:
+    """A model in one process, its gradients where torch puts them: for measuring and for tests."""
+
+    def __init__(self, model: LoMDM):
+        self.module = model
+
+    def __call__(self, function: Callable, *arguments):
+        return self.module(function, *arguments)
+
+    def backward(self, loss: torch.Tensor, more: bool = False) -> None:
+        loss.backward()
 
 
 def start_engine(blueprint: Blueprint, make_optimizer: Callable, config: Config, grid: Grid):

@@ -13,7 +13,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.model.backbone import Block
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.optimizer import MOMENTS, gradient_norm, new_state
+from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
 
 
 class Fsdp2:
@@ -28,11 +28,7 @@ class Fsdp2:
         grid: Grid,
     ):
         self.module, self.layouts, self.grid = model, layouts, grid
-        self.clip, self.accumulation, self.micro_steps = (
-            config.optim.clip,
-            config.accumulation(grid.data_size),
-            0,
-        )
+        self.clip = config.optim.clip
         mesh = grid.data_mesh(config.parallel.shard_group)
         self.shards = mesh.get_group("shards")
         bf16 = config.train.precision == "bf16"
@@ -60,20 +56,18 @@ class Fsdp2:
     def __call__(self, function: Callable, *arguments):
         return self.module(function, *arguments)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.accumulation).backward()
+    def backward(self, loss: Tensor, more: bool = False) -> None:
+        """Where more is to come, what there is waits, whole, on each rank: gradients are reduced once."""
+        self.module.set_requires_gradient_sync(not more)
+        loss.backward()
 
-    def step(self) -> float | None:
-        self.micro_steps += 1
-        if self.micro_steps % self.accumulation:
-            return None
+    def step(self) -> float:
         gradients = [
-            (name, p.grad.to_local()) for name, p in self.module.named_parameters() if p.grad is not None
+            (p.grad.to_local(), self.layouts[name].dim is not None)
+            for name, p in self.module.named_parameters()
+            if p.grad is not None
         ]
-        norm = gradient_norm(
-            ((g, self.layouts[n].dim is not None) for n, g in gradients), self.grid, self.shards
-        )
-        torch._foreach_mul_([g for _, g in gradients], min(1.0, self.clip / (norm + 1e-6)))
+        norm = clip_gradients(gradients, self.clip, self.grid, self.shards)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm

@@ -1,7 +1,5 @@
 """What both engines share: AdamW's state, and the norm that the gradient is clipped by."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,13 +28,19 @@ def set_update_count(optimizer: torch.optim.AdamW, updates: int) -> None:
         state["step"].fill_(updates)
 
 
-def gradient_norm(gradients: Iterable[tuple[Tensor, bool]], grid: Grid, shards=None) -> float:
-    """The norm of the whole gradient.
+def clip_gradients(gradients: list[tuple[Tensor, bool]], clip: float, grid: Grid, shards=None) -> float:
+    """Scale the whole gradient to the norm `clip`, where that is smaller; returns the norm before.
 
     gradients: (what this rank has of one, whether it is split over the tensor-parallel ranks); shards:
     the group over which the data-parallel ranks have shared them out, None where each has all.
     """
-    gradients = list(gradients)
+    norm = _gradient_norm(gradients, grid, shards)
+    if gradients:
+        torch._foreach_mul_([gradient for gradient, _ in gradients], min(1.0, clip / (norm + 1e-6)))
+    return norm
+
+
+def _gradient_norm(gradients: list[tuple[Tensor, bool]], grid: Grid, shards) -> float:
     squares = torch.zeros(2, dtype=torch.float64, device=grid.device)
     for kind in (False, True):
         of_kind = [gradient for gradient, is_split in gradients if is_split == kind]

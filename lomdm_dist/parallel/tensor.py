@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lomdm_dist.model import LoMDM
-from lomdm_dist.model.backbone import Block, LayerNorm, Output
+from lomdm_dist.model.backbone import Block, ModulatedNorm, Output
 from lomdm_dist.ops.collective import same_on
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, whole_layouts
@@ -105,6 +105,7 @@ class _Splitter:
 
         The embedding spreads the backbone's already.
         """
+        model.backbone.multiple = self.size
         heads = [head.block for head in (model.phi, model.psi) if head is not None and head.block is not None]
         for block in heads:
             block.register_forward_pre_hook(self._spread_tokens)
@@ -208,10 +209,10 @@ class _Row(RowParallelLinear):
         return out + (same_on(bias, self.tp_group) if self.sequence_parallel else bias)
 
 
-class _SharedNorm(LayerNorm):
+class _SharedNorm(ModulatedNorm):
     """A norm of which each rank sees some of the tokens: the gradient of its weight is summed."""
 
-    def __init__(self, norm: LayerNorm, group):
+    def __init__(self, norm: ModulatedNorm, group):
         nn.Module.__init__(self)
         self.weight, self.group = norm.weight, group
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lomdm_dist.config import Config
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.optimizer import MOMENTS, gradient_norm, new_state
+from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
 
 REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by default of 2 GB
 
@@ -32,6 +32,7 @@ class DeepSpeed:
     ):
         deepspeed = _import_deepspeed(grid)
         self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
+        self.clip = config.optim.clip
         settings = _settings(config, grid)
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         for module in reversed(list(model.modules())):  # children first: a module converts its children too
@@ -50,31 +51,39 @@ class DeepSpeed:
             )
         self.module = self.engine.module
         self.optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+        if self.stage == 0:
+            self.optimizer.register_step_pre_hook(self._clip)
         self._make_moments()
         self.pieces = list(self._pieces())
 
     def __call__(self, function: Callable, *arguments):
         return self.engine(function, *arguments)
 
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
+    def backward(self, loss: Tensor, more: bool = False) -> None:
+        """ZeRO 0 and 1 reduce once, in the step; 2 and 3, which hold no whole gradient, here, each time."""
+        self.engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self) -> float | None:
-        """DeepSpeed keeps the norm for ZeRO 1 to 3 only; without, the gradients lie here until the step."""
-        if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()
-            return None
-        if self.stage > 0:
-            self.engine.step()
-            return float(self.engine.get_global_grad_norm())
-        norm = gradient_norm(self._gradients(), self.grid)
+    def drop(self) -> None:
+        """For ZeRO 0 and 1: until the step all gradients are this rank's own."""
+        self.engine.optimizer.zero_grad()
+
+    def step(self) -> float:
         self.engine.step()
-        return norm
+        if self.stage == 3:
+            # By itself it writes in the first backward pass of a step over what the step before has left,
+            # and adds in later ones: wrong for a parameter that the first does not reach.
+            self.engine.optimizer.grad_partitions_flat_buffer.zero_()
+            self.engine.optimizer.micro_step_id = 1
+        return float(self.engine.get_global_grad_norm()) if self.stage > 0 else self.norm
 
-    def _gradients(self) -> Iterator[tuple[Tensor, bool]]:
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                yield parameter.grad, self.layouts[name].dim is not None
+    def _clip(self, *_) -> None:
+        """ZeRO 0, when gradients are reduced: DeepSpeed knows no norm then."""
+        gradients = [
+            (parameter.grad, self.layouts[name].dim is not None)
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        ]
+        self.norm = clip_gradients(gradients, self.clip, self.grid)
 
     def fill(self, read: Callable[[list[Piece]], None]) -> None:
         read(self.pieces)
@@ -136,7 +145,8 @@ def _settings(config: Config, grid: Grid) -> dict:
     return {
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": config.accumulation(grid.data_size),
-        "gradient_clipping": config.optim.clip,
+        "managed_gradient_accumulation": False,  # `step` ends a step, however many backward passes it has
+        "gradient_clipping": config.optim.clip if config.parallel.zero_stage else 0.0,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # its own Adam for the host is compiled at first use
         # the network's gradients are added to those in float32 at once, and are not kept beside them

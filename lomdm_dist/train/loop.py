@@ -28,7 +28,7 @@ from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
 from lomdm_dist.train.saver import Saver
-from lomdm_dist.train.step import draw_noise, training_loss
+from lomdm_dist.train.step import backpropagate, draw_noise
 
 STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
 
@@ -179,10 +179,8 @@ class Run:
             first = (grid.data_rank * self.accumulation + k) * micro
             x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, grid.device)
             noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
-            loss, stats = self.engine(training_loss, x, valid, noise, config)
-            self.engine.backward(loss)
-            self.gradient_norm = self.engine.step()
-            sums.add(stats)
+            sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / self.accumulation))
+        self.gradient_norm = self.engine.step()
         self.average.update()
         sums.add({"asked": torch.tensor(stop.asked), "replaced": torch.tensor(rows.replaced)})
         return sums.reduced(grid)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
-from lomdm_dist.model.bound import draw_terms
+from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PowerSchedule, keyed_uniforms, log_q, rloo_surrogate, stratify
 from lomdm_dist.process.noise import Purpose, keyed_integers
 
@@ -44,62 +44,89 @@ def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
     return Noise(time, masks, dropout)
 
 
-def training_loss(model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config) -> tuple:
-    """The loss of a micro-batch under the config's objective, and what to log of it."""
-    if config.objective.name == "ar":
-        return autoregressive_loss(model, x, valid, noise)
-    return two_sample_loss(model, x, valid, noise, config)
+def backpropagate(
+    engine, x: Tensor, valid: Tensor | None, noise: Noise, config: Config, share: float = 1.0
+) -> dict[str, Tensor]:
+    """Add a micro-batch's gradient, times `share` of it in the step; returns what to log: sums over it.
 
-
-def two_sample_loss(
-    model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise, config: Config
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, and what to log of it.
-
-    x [B, L] clean ids; valid [B, L] bool or None.
-    Returns the loss, a scalar: mean over sequences of the bound, divided by the length; and sums
-    over the micro-batch. The gradient reaches theta through CE, psi through hatA, phi through A
-    and through log q. A fixed order is the same with one sample, hence no RLOO term.
+    x [B, L] clean ids; valid [B, L] bool or None. engine(function, ...) runs a function of the model,
+    engine.backward(loss) adds the gradients of one. The loss is the mean over sequences of the bound,
+    divided by the length.
     """
-    objective = config.objective
+    if config.objective.name == "ar":
+        return _autoregressive(engine, x, valid, noise, share)
+    return _two_samples(engine, x, valid, noise, config, share)
+
+
+def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: Config, share: float):
+    """The paper's Algorithm 1. A fixed order is the same with one sample and without phi's part.
+
+    The samples meet in scalars and in what phi says of x. So that is cut off as a leaf, and the samples
+    go through the network one after the other (`split`) or side by side (`joint`), with the same
+    gradients; the leaf's goes through phi's head once.
+    """
+    objective, samples = config.objective, config.objective.samples
     of_order, of_samples = (None, None) if noise.dropout is None else (noise.dropout[0], noise.dropout[1:])
-    schedule = model.order(x, valid, of_order)
-    t, masked, main, velocity = draw_terms(
-        model, schedule, x, valid, noise.time, noise.masks, objective.time, objective.time_eps, of_samples
-    )
-    losses = main + velocity
-    bound = losses.mean(dim=0)
+    scale = share / x.numel()
 
-    rloo = log_ratio = torch.zeros_like(bound)
-    if objective.samples == 2:
-        log_q1, log_q2 = (log_q(masked_k, schedule, t, valid) for masked_k in masked)
+    # 1. features of x without gradient, and phi's head on them
+    outputs = engine(LoMDM.order_outputs, x, valid, of_order)
+    order = None if outputs is None else outputs.detach().requires_grad_()
+
+    # 2. a time, and samples z1, z2 of q(z|x) at it
+    schedule = engine.module.schedule(order, x, valid)
+    time_rule = objective.time, objective.time_eps
+    draw = draw_masks(schedule, x, valid, noise.time, noise.masks, *time_rule, engine.module.mask_id)
+
+    # 3. of each the bound, and its gradient to theta, psi and the order
+    losses = []
+    passes = _passes(samples, config.train.two_samples)
+    for part in passes:
+        keys = None if of_samples is None else of_samples[part]
+        terms = engine(estimate, order, x, valid, draw.part(part), keys)
+        engine.backward(terms.total * (scale / samples), more=part is not passes[-1])
+        losses.append(torch.stack([terms.main, terms.velocity]))
+    main, velocity = torch.cat(losses, dim=1)  # each [samples, B]
+    bounds = main + velocity
+
+    # 4. the gradient through q (REINFORCE, each sample the other's baseline), then all of phi's at once
+    rloo = log_ratio = torch.zeros_like(bounds[0])
+    if samples == 2:
+        log_q1, log_q2 = (log_q(masked, schedule, draw.t, valid) for masked in draw.masked)
         log_ratio = log_q1 - log_q2
-        rloo = rloo_surrogate(log_q1, log_q2, *losses)
+        rloo = rloo_surrogate(log_q1, log_q2, *bounds)
+        (rloo.sum() * scale).backward()
+        engine.backward((outputs * order.grad).sum())
 
-    loss = (bound + rloo).mean() / x.shape[1]
     with torch.no_grad():
-        return loss, {
-            "bound": bound.sum(),
+        return {
+            "bound": bounds.mean(dim=0).sum(),
             "main": main.mean(dim=0).sum(),
             "velocity": velocity.mean(dim=0).sum(),
             "rloo": rloo.sum(),
-            "advantage": (losses[0] - losses[-1]).square().sum(),
+            "advantage": (bounds[0] - bounds[-1]).square().sum(),
             "log_q_ratio": log_ratio.square().sum(),
             "exponent": _spread(schedule, valid),
             **_counts(x, valid),
         }
 
 
-def autoregressive_loss(
-    model: LoMDM, x: Tensor, valid: Tensor | None, noise: Noise
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _passes(samples: int, two_samples: str) -> list[slice]:
+    """Which samples go through the network together."""
+    if two_samples == "joint":
+        return [slice(0, samples)]
+    return [slice(k, k + 1) for k in range(samples)]
+
+
+def _autoregressive(engine, x: Tensor, valid: Tensor | None, noise: Noise, share: float):
     """`ar`: the exact -log p(x), scaled and logged as the bounds are; it is all main term."""
     keys = None if noise.dropout is None else noise.dropout[0]
-    nll = model.causal_ce(x, valid, keys).double().sum(dim=1)
+    ce, loss = engine(LoMDM.causal_ce, x, valid, keys, share / x.numel())
+    engine.backward(loss)
     none = torch.zeros((), dtype=torch.float64, device=x.device)
     stats = dict.fromkeys(("velocity", "rloo", "advantage", "log_q_ratio", "exponent"), none)
-    total = nll.detach().sum()
-    return nll.mean() / x.shape[1], {"bound": total, "main": total, **stats, **_counts(x, valid)}
+    total = ce.double().sum()
+    return {"bound": total, "main": total, **stats, **_counts(x, valid)}
 
 
 def _counts(x: Tensor, valid: Tensor | None) -> dict[str, Tensor]:

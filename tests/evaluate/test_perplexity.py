@@ -10,6 +10,7 @@ from lomdm_dist.config import EvaluateConfig, load_config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
+from lomdm_dist.model.lomdm import Denoised
 from lomdm_dist.process import PowerSchedule
 from lomdm_dist.train.checkpoint import Checkpoint
 from tests.model.test_model import tiny_config
@@ -104,7 +105,7 @@ def test_constant_ce_and_exponents_of_0375(time):
     config = config.model_copy(update={"evaluate": EvaluateConfig(time=time)})
     model, ce, kept = LoMDM(config.model, config.objective).eval(), 5.0, 1 - 1e-3**0.375
     reverse = PowerSchedule(torch.tensor([[0.375]]))
-    model.denoise = lambda z, x, masked, valid, dropout: (masked * ce, reverse)
+    model.denoise = lambda z, x, masked, *_: Denoised(masked * ce, reverse, torch.zeros(()))
     result = estimate_bound(model, ManySequences(), config, np.arange(16_384), batch=512)
     error = result["standard_error"]
     assert kept == pytest.approx(0.925, abs=1e-4)

@@ -12,9 +12,10 @@ from lomdm_dist.config import SamplerConfig
 from lomdm_dist.errors import UserError
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.flops import step_flops_a_sequence
+from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import next_token
-from lomdm_dist.train.step import training_loss
+from lomdm_dist.train.step import backpropagate
 from tests.model.test_model import noise, randomised, tiny_config
 from tests.sample.test_ancestral import Draws
 
@@ -30,7 +31,7 @@ def model() -> LoMDM:
 
 def test_the_probabilities_of_all_texts_add_up_to_one(model):
     with torch.no_grad():
-        nll = model.causal_ce(TEXTS).double().sum(dim=1)
+        nll = model.causal_ce(TEXTS)[0].double().sum(dim=1)
     assert nll.std() > 0.1
     assert (-nll).exp().sum().item() == pytest.approx(1, abs=1e-6)
 
@@ -40,10 +41,10 @@ def test_no_position_sees_itself_or_what_follows():
     x = torch.randint(5, 11, (4, 8))
     other = x.clone()
     other[:, 5:] = torch.randint(5, 11, (4, 3))
-    ce, changed = model.causal_ce(x), model.causal_ce(other)
+    ce, changed = model.causal_ce(x)[0], model.causal_ce(other)[0]
     assert torch.equal(ce[:, :5], changed[:, :5]) and not torch.equal(ce[:, 6], changed[:, 6])
     valid = torch.arange(8).expand(4, 8) < 5
-    padded = model.causal_ce(torch.where(valid, x, 3), valid)
+    padded, _ = model.causal_ce(torch.where(valid, x, 3), valid)
     assert torch.allclose(padded[:, :5], ce[:, :5]) and (padded[:, 5:] == 0).all()
 
 
@@ -51,9 +52,11 @@ def test_loss_is_the_mean_nll_a_token_and_reaches_every_parameter():
     config = tiny_config(objective={"name": "ar"})
     model = randomised(config)
     x = torch.randint(5, 11, (4, 8))
-    loss, stats = training_loss(model, x, None, noise(config, len(x)), config)
-    assert loss.item() == pytest.approx(stats["bound"].item() / stats["tokens"].item())
-    loss.backward()
+    losses = []
+    engine = Alone(model)
+    engine.backward = lambda loss: losses.append(loss.item()) or loss.backward()
+    stats = backpropagate(engine, x, None, noise(config, len(x)), config)
+    assert losses == [pytest.approx(stats["bound"].item() / stats["tokens"].item())]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -65,7 +68,7 @@ def test_samples_have_the_exact_distribution(model, dtype):
     with torch.no_grad():
         for position in range(3):
             z = next_token(model, z, position, noise, (), SamplerConfig(dtype=dtype))
-        expected = count * (-model.causal_ce(TEXTS).double().sum(dim=1)).exp()
+        expected = count * (-model.causal_ce(TEXTS)[0].double().sum(dim=1)).exp()
     observed = (z[:, None] == TEXTS).all(dim=2).sum(dim=0)
     assert observed.sum() == count
     assert stats.chisquare(observed, expected * count / expected.sum()).pvalue > 1e-3
@@ -85,7 +88,7 @@ def test_flops_are_those_that_torch_counts():
     config = tiny_config(model={"width": 64, "heads": 4, "length": 32}, objective={"name": "ar"})
     model = LoMDM(config.model, config.objective)
     x = torch.randint(5, 11, (2, 32))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.causal_ce(x)
     unneeded = 2 * 32 * config.model.blocks * 4 * 64 * 16
     adaln = 2 * 128 * (6 * config.model.blocks + 2) * 64 + 2 * (256 + 128) * 128

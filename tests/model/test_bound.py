@@ -11,10 +11,11 @@ from scipy import integrate
 
 from lomdm_dist.config import EvaluateConfig
 from lomdm_dist.evaluate.perplexity import end_terms, sequence_bounds
-from lomdm_dist.model.bound import draw_terms
+from lomdm_dist.model.bound import draw_masks, estimate
+from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.process import PolynomialSchedule, log_q, stratify
-from lomdm_dist.train.step import Noise, two_sample_loss
-from tests.table import FAMILY, PATTERNS, L, Reference, table_model
+from lomdm_dist.train.step import Noise, backpropagate
+from tests.table import FAMILY, MASK, PATTERNS, L, Reference, table_model
 
 X = torch.tensor([0, 2, 1])
 each_objective = pytest.mark.parametrize("name", FAMILY)
@@ -74,7 +75,8 @@ def by_the_package(model, name: str, reference: Reference) -> float:
     """The package's estimator, its time drawn at the nodes of a quadrature and every pattern weighed."""
     x = X[None]
     with torch.no_grad():
-        schedule = model.order(x)
+        outputs = model.order_outputs(x)
+        schedule = model.schedule(outputs, x, None)
         positions = (np.arange(L) + 0.5) / L  # the second uniform picks the position
         nodes, weights = np.polynomial.legendre.leggauss(60)
         levels = {round(float(schedule.mask_prob(at(e)).mean()), 9) for e in reference.edges()[1:-1]}
@@ -87,11 +89,10 @@ def by_the_package(model, name: str, reference: Reference) -> float:
                 for level, share in zip(a + smooth * (b - a), step / L, strict=True):
                     time = torch.tensor([[level, position]])
                     uniforms = list(torch.where(PATTERNS, 0.0, STAY).double()[:, None])
-                    t, masked, main, velocity = draw_terms(
-                        model, schedule, x, None, time, uniforms, "mixture", 0.0
-                    )
-                    prob = torch.cat([log_q(m, schedule, t) for m in masked]).exp()
-                    total += share * float((prob * (main + velocity)[:, 0]).sum())
+                    draw = draw_masks(schedule, x, None, time, uniforms, "mixture", 0.0, MASK)
+                    terms = estimate(model, outputs, x, None, draw)
+                    prob = torch.cat([log_q(m, schedule, draw.t) for m in draw.masked]).exp()
+                    total += share * float((prob * (terms.main + terms.velocity)[:, 0]).sum())
         if isinstance(schedule, PolynomialSchedule):
             still_masked = schedule.mask_prob(at(0.0))
             for pattern in PATTERNS:
@@ -153,15 +154,15 @@ def test_the_estimate_has_no_bias_and_the_remainder_is_what_the_cut_leaves_out(n
     with torch.no_grad():
         above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], 1, config)
     cut, whole = enumerated(reference, low=eps), enumerated(reference)
-    for estimate, expected in (
+    for found, expected in (
         (above, cut),
         (below, whole - cut),
         (above + below, whole),
         (ends, jumps(reference)),
     ):
-        error = estimate.std().item() / n**0.5
+        error = found.std().item() / n**0.5
         assert (
-            abs(estimate.mean().item() - expected) < 4 * error + 1e-4
+            abs(found.mean().item() - expected) < 4 * error + 1e-4
         )  # the polynomial's rest is rarer than the draws
 
 
@@ -170,24 +171,29 @@ def test_the_mean_gradient_of_the_two_sample_loss_is_that_of_the_bound(name):
     """Over all pairs of masks at one time: every gradient, that of the order among them, is exact."""
     objective = FAMILY[name] | ({} if name == "genmd4" else {"stop_gradient": False})
     model, x = table_model(objective), X[None]
-    config = SimpleNamespace(objective=model.objective)
+    config = SimpleNamespace(objective=model.objective, train=SimpleNamespace(two_samples="split"))
     time = torch.tensor([[0.3, 0.9]], dtype=torch.float64)
     uniforms = list(torch.where(PATTERNS, 0.0, STAY).double()[:, None])
 
-    schedule = model.order(x)
-    t, masked, main, velocity = draw_terms(model, schedule, x, None, time, uniforms, "mixture", 0.0)
-    prob = torch.cat([log_q(m, schedule, t) for m in masked]).exp()
-    exact = gradients(model, (prob * (main + velocity)[:, 0]).sum() / L)
+    outputs = model.order_outputs(x)
+    schedule = model.schedule(outputs, x, None)
+    draw = draw_masks(schedule, x, None, time, uniforms, "mixture", 0.0, MASK)
+    prob = torch.cat([log_q(m, schedule, draw.t) for m in draw.masked]).exp()
+    bounds = estimate(model, outputs, x, None, draw)
+    likely = draw._replace(weight=draw.weight * prob.detach()[:, None])
+    through_bounds = estimate(model, outputs, x, None, likely).total
+    through_q = (prob * (bounds.main + bounds.velocity)[:, 0]).sum()
+    ((through_bounds + through_q) / L).backward()
+    exact = gradients(model)
 
-    expected = 0.0
+    model.zero_grad()
     for first, second in itertools.product(range(len(PATTERNS)), repeat=2):
-        loss, _ = two_sample_loss(model, x, None, Noise(time, [uniforms[first], uniforms[second]]), config)
-        expected = expected + (prob[first] * prob[second]).detach() * loss
-    mean = gradients(model, expected)
+        pair = Noise(time, [uniforms[first], uniforms[second]])
+        backpropagate(Alone(model), x, None, pair, config, float(prob[first] * prob[second]))
+    mean = gradients(model)
     assert exact.abs().max() > 0.1
     assert torch.allclose(mean, exact, atol=1e-7)
 
 
-def gradients(model, loss) -> torch.Tensor:
-    parts = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([part.double().flatten() for part in parts])
+def gradients(model) -> torch.Tensor:
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])

@@ -1,0 +1,217 @@
+"""Projection onto the vocabulary and weighted cross-entropy in one pass, under SUBS.
+
+SUBS: the mask token has probability zero. The weight of each row is known before its logits are, so the
+gradient of the weighted sum is computed beside its value, a chunk of rows at a time: three matrix products
+instead of the four of recomputation, and no tensor of all rows by all of the vocabulary.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lomdm_dist.ops.collective import same_on
+
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}  # of a chunk's logits, which are float32
+
+
+def subs_logits(hidden: Tensor, weight: Tensor, bias: Tensor, mask_id: int) -> Tensor:
+    """hidden [..., D], weight [V, D], bias [V] -> logits [..., V], float32 or wider, -inf at `mask_id`."""
+    never = torch.arange(weight.shape[0], device=hidden.device) == mask_id
+    return _wide(F.linear(hidden, weight, bias)).masked_fill(never, -torch.inf)
+
+
+def default_chunk(part: int, device_type: str) -> int:
+    """Rows whose logits are in memory at once, of a vocabulary (or this process's part of it)."""
+    return max(1, CHUNK_BYTES[device_type] // (4 * part))
+
+
+def masked_linear_ce(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    mask_id: int,
+    vocab_size: int,
+    values: Tensor | None = None,
+    value_weights: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+):
+    """sum_i weights_i CE_i, where CE_i = -log p_i(target_i), and CE itself.
+
+    hidden [N, D] of masked positions, targets [N], weights [N]; N may be 0. Returns the sum, a float64
+    scalar whose gradient reaches hidden, weight, bias and weights, and CE [N], float32 or wider, detached.
+
+    With values [vocab_size] and value_weights [N] (detached), value_weights_i E_i is added to the sum,
+    where E_i = sum_v p_iv values_v, its gradient reaches values too, and E [N] is returned third.
+
+    group: the processes over which the vocabulary is split in equal parts, in the order of the ranks.
+    weight and bias are then this one's part, of which rows from vocab_size on are padding, never
+    predicted; hidden, targets, values and what is returned are the same on all.
+    """
+    if group is not None:
+        hidden = same_on(hidden, group)
+        values = None if values is None else same_on(values, group)
+    chunk = chunk or default_chunk(len(weight), hidden.device.type)
+    wants_gradient = torch.is_grad_enabled()
+    arguments = weights, mask_id, vocab_size, values, value_weights, group, chunk, wants_gradient
+    total, ce, expected = _MaskedLinearCE.apply(hidden, weight, bias, targets, *arguments)
+    return (total, ce) if values is None else (total, ce, expected)
+
+
+def plain_masked_linear_ce(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    mask_id: int,
+    vocab_size: int,
+    values: Tensor | None = None,
+    value_weights: Tensor | None = None,
+):
+    """The same on one process, as one would write it: all logits, and torch's own gradients."""
+    log_p = subs_logits(hidden, weight, bias, mask_id)[:, :vocab_size].log_softmax(dim=-1)
+    ce = F.nll_loss(log_p, targets, reduction="none")
+    total = (weights.double() * ce.double()).sum()
+    if values is None:
+        return total, ce.detach()
+    expected = log_p.exp() @ _wide(values)
+    return total + (value_weights.double() * expected.double()).sum(), ce.detach(), expected.detach()
+
+
+class _MaskedLinearCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        weights,
+        mask_id,
+        vocab_size,
+        values,
+        value_weights,
+        group,
+        chunk,
+        wants_gradient,
+    ):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        first = 0 if group is None else dist.get_rank(group) * len(weight)
+        never = _columns_never(mask_id - first, vocab_size - first, len(weight))
+        known = of_values = None
+        if values is not None:
+            known = torch.zeros(len(weight), dtype=wide, device=weight.device)
+            mine = values[first : first + len(weight)]
+            known[: len(mine)] = mine
+            of_values = torch.zeros_like(known)
+        ce = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        expected = None if values is None else torch.empty_like(ce)
+        gradients = None
+        if wants_gradient:
+            gradients = torch.empty_like(hidden), *(torch.zeros_like(p, dtype=wide) for p in (weight, bias))
+        row_terms = _row_terms if group is not None or hidden.device.type == "cpu" else _compiled_row_terms()
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = torch.addmm(bias, hidden[rows], weight.t())
+            weighted = weights[rows].to(wide), None if values is None else value_weights[rows].to(wide)
+            ce[rows], e, of_logits, of_known = row_terms(
+                logits, targets[rows] - first, *weighted, known, never, group, wants_gradient
+            )
+            if values is not None:
+                expected[rows] = e
+            if wants_gradient:
+                of_hidden, of_weight, of_bias = gradients
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+                _add_product(of_weight, of_logits.t(), hidden[rows])
+                of_bias += of_logits.sum(dim=0)
+                if values is not None:
+                    of_values += of_known
+        total = (weights.double() * ce.double()).sum()
+        if values is not None:
+            total += (value_weights.double() * expected.double()).sum()
+        if wants_gradient:
+            of_hidden, of_weight, of_bias = gradients
+            if values is not None:
+                here = of_values[: len(mine)].to(values.dtype)
+                of_values = torch.zeros_like(values)
+                of_values[first : first + len(here)] = here
+            of_parameters = of_weight.to(weight.dtype), of_bias.to(bias.dtype)
+            ctx.save_for_backward(of_hidden, *of_parameters, ce, of_values)
+            ctx.dtype_of_weights = weights.dtype
+        ctx.mark_non_differentiable(ce)
+        if expected is not None:
+            ctx.mark_non_differentiable(expected)
+        return total, ce, expected
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        of_hidden, of_weight, of_bias, ce, of_values = ctx.saved_tensors
+        for gradient in (of_hidden, of_weight, of_bias, *([] if of_values is None else [of_values])):
+            gradient.mul_(upstream)  # in place, so torch refuses a second backward pass
+        of_weights = (ce * upstream).to(ctx.dtype_of_weights)
+        return of_hidden, of_weight, of_bias, None, of_weights, None, None, of_values, *[None] * 4
+
+
+def _row_terms(logits, targets, weights, value_weights, known, never, group, wants_gradient):
+    """Of a chunk of rows: CE, E, the gradient of the sum with respect to the logits, and to `known`.
+
+    logits [n, part] are overwritten where they are float32. targets count from this part's first row.
+    """
+    z = _wide(logits)
+    for columns in never:
+        z[:, columns] = -torch.inf
+    largest = z.amax(dim=1)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    mine = (targets >= 0) & (targets < z.shape[1])
+    column = targets.clamp(0, z.shape[1] - 1)[:, None]
+    picked = torch.where(mine, z.gather(1, column)[:, 0] - largest, 0.0)
+    exponentials = z.sub_(largest[:, None]).exp_()
+    sums = torch.stack([exponentials.sum(dim=1), picked, *([] if known is None else [exponentials @ known])])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, picked = sums[0], sums[1]
+    ce, expected = total.log() - picked, None if known is None else sums[2] / total
+    if not wants_gradient:
+        return ce, expected, None, None
+    of_known = None
+    if known is None:
+        z.mul_((weights / total)[:, None])
+    else:
+        of_known = (value_weights / total) @ exponentials
+        factor = ((weights - value_weights * expected) / total)[:, None].expand_as(z)
+        z.mul_(torch.addr(factor, value_weights / total, known))
+    z.scatter_add_(1, column, -torch.where(mine, weights, 0.0)[:, None])
+    return ce, expected, z.to(logits.dtype), of_known
+
+
+@functools.cache
+def _compiled_row_terms():
+    """On a GPU the passes over the logits become two; their number of rows may change."""
+    return torch.compile(_row_terms, dynamic=True)
+
+
+def _columns_never(mask_id: int, vocab_size: int, part: int) -> list[slice]:
+    """Columns of this part of the vocabulary that are never predicted: the mask, and padding."""
+    never = [slice(mask_id, mask_id + 1)] if 0 <= mask_id < part else []
+    return [*never, slice(max(0, vocab_size), part)] if vocab_size < part else never
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, where total may be of a wider dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
