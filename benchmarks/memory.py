@@ -75,7 +75,9 @@ def alive() -> dict[int, int]:
 
 def shares(engine) -> dict[str, int]:
     """Bytes now alive, by what they are."""
+    asked = [parameter.grad for parameter in engine.module.parameters()]  # else Python may not know of them
     new = alive()
+    del asked
     held = []
     for parameter in engine.module.parameters():
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -375,6 +375,21 @@ class ParallelConfig(Section):
         return self
 
 
+class KernelsConfig(Section):
+    """How operations are computed. `auto` is what suits the device; the rest is for comparison.
+
+    attention   flash_attn: the package; sdpa: PyTorch's choice of its own; plain: all scores in memory
+    loss        fused: masked positions only, `loss_chunk` rows of logits at a time; plain: all logits, at
+                every position
+    compile     chains of pointwise operations as one kernel: by itself on GPUs
+    """
+
+    attention: Literal["auto", "flash_attn", "sdpa", "plain"] = "auto"
+    loss: Literal["fused", "plain"] = "fused"
+    loss_chunk: Positive | None = None
+    compile: Literal["auto", "on", "off"] = "auto"
+
+
 class WandbConfig(Section):
     """`online` falls back to offline where there is no key. metrics.jsonl is written always."""
 
@@ -392,6 +407,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     sampler: SamplerConfig = SamplerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelsConfig = KernelsConfig()
     wandb: WandbConfig = WandbConfig()
 
     @model_validator(mode="after")
@@ -417,6 +433,12 @@ class Config(Section):
                 f"model.length {model.length} does not divide over parallel.tensor_parallel {ranks}, as "
                 "parallel.sequence_parallel needs; set that to false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_is_split(self):
+        if self.kernels.loss == "plain" and self.parallel.tensor_parallel > 1:
+            raise ValueError("kernels.loss plain has no form for parallel.tensor_parallel > 1; use fused")
         return self
 
     @model_validator(mode="after")

@@ -7,10 +7,22 @@ PACKAGE = Path(__file__).parents[1] / "lomdm_dist"
 MAY_IMPORT = {
     "process": {"process"},
     "ops": {"ops"},
-    "model": {"model", "process", "ops", "config"},
+    "model": {"model", "process", "ops", "config", "errors"},
     "data": {"data", "config", "errors", "files"},
     "parallel": {"parallel", "model", "ops", "config", "errors"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
+    "study": {
+        "study",
+        "process",
+        "model",
+        "parallel",
+        "ops",
+        "train",
+        "config",
+        "errors",
+        "files",
+        "machine",
+    },
     "sample": {"sample", "process", "model", "config", "errors"},
     "convert": {"convert", "model", "parallel", "process", "train", "data", "config", "errors", "files"},
 }

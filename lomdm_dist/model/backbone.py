@@ -9,6 +9,7 @@ here knows of processes: `parallel/tensor.py` splits a model from outside, and t
 some of the heads, or be given some of the tokens.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from lomdm_dist.config import ModelConfig
 from lomdm_dist.ops.attention import Sight, attention
 from lomdm_dist.ops.dropout import residual_dropout, row_keys
 from lomdm_dist.ops.masked_linear_ce import masked_linear_ce, plain_masked_linear_ce, subs_logits
+from lomdm_dist.ops.precision import wide
 from lomdm_dist.ops.rotary import rotary_table, rotate
 
 MLP_RATIO = 4
@@ -42,7 +44,7 @@ class ModulatedNorm(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         """x [N, D]; shift and scale [1, D]."""
-        gain = self.scale().float() * (1 + scale[0].float())
+        gain = wide(self.scale()) * (1 + wide(scale[0]))
         return F.layer_norm(x, x.shape[-1:], gain.to(x.dtype), shift[0])
 
 
@@ -100,7 +102,7 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         self.head_width, self.dropout, self.number = width // config.heads, config.dropout, number
-        self.recompute = "none"  # in the backward pass: none, attention, block
+        self.recompute, self.offload = "none", False  # see `TrainConfig`
         self.norm1 = ModulatedNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -116,31 +118,54 @@ class Block(nn.Module):
     def mlp(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(self.mlp_in(self.norm2(x, shift, scale)), approximate="tanh"))
 
-    def add(self, x: Tensor, mixed: Tensor, gate: Tensor, keys: Tensor | None, branch: int) -> Tensor:
-        if not (self.training and self.dropout):
+    def add(self, x: Tensor, mixed: Tensor, gate: Tensor, rate: float, keys, branch: int) -> Tensor:
+        if not rate:
             return torch.addcmul(x, mixed, gate)
-        return residual_dropout(x, mixed, gate, self.dropout, keys, 2 * self.number + branch)
+        return residual_dropout(x, mixed, gate, rate, keys, 2 * self.number + branch)
 
     def forward(self, x: Tensor, condition: Tensor, rotary, sight: Sight, keys: Tensor | None) -> Tensor:
         """x [N, D] -> [N, D]; the rest is of a `Context`."""
-        if self.recompute == "block":
-            return again(self.both_branches, x, condition, rotary, sight, keys)
-        return self.both_branches(x, condition, rotary, sight, keys)
+        with offloaded() if self.offload else contextlib.nullcontext():
+            rate = self.dropout if self.training else 0.0  # known when it is computed again
+            if self.recompute == "block":
+                return again(self.both_branches, self.offload, x, condition, rotary, sight, rate, keys)
+            return self.both_branches(x, condition, rotary, sight, rate, keys)
 
-    def both_branches(self, x: Tensor, condition: Tensor, rotary, sight: Sight, keys) -> Tensor:
+    def both_branches(self, x: Tensor, condition: Tensor, rotary, sight: Sight, rate: float, keys) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         of_attention = x, shift1, scale1, rotary, sight
         if self.recompute == "attention":
-            mixed = again(self.attention, *of_attention)
+            mixed = again(self.attention, self.offload, *of_attention)
         else:
             mixed = self.attention(*of_attention)
-        x = self.add(x, mixed, gate1, keys, 0)
-        return self.add(x, self.mlp(x, shift2, scale2), gate2, keys, 1)
+        x = self.add(x, mixed, gate1, rate, keys, 0)
+        return self.add(x, self.mlp(x, shift2, scale2), gate2, rate, keys, 1)
 
 
-def again(function, *arguments):
-    """function(*arguments), computed again in the backward pass instead of kept."""
-    return checkpoint(function, *arguments, use_reentrant=False)
+def again(function, offload: bool, x: Tensor, *arguments):
+    """function(x, *arguments), computed again in the backward pass instead of kept.
+
+    Only torch's reentrant form keeps the arguments where `offloaded` sees them; x must need a gradient then.
+    """
+    if offload and torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return checkpoint(function, x, *arguments, use_reentrant=offload and torch.is_grad_enabled())
+
+
+def offloaded():
+    """What the backward pass needs waits in the memory of the host, but for parameters."""
+
+    def keep(tensor: Tensor):
+        owner = tensor if tensor._base is None else tensor._base
+        if isinstance(owner, nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def give_back(kept):
+        return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, give_back)
 
 
 class Output(nn.Module):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lomdm_dist.config import LomdmObjective, ModelConfig
 from lomdm_dist.model.backbone import Block, Context
+from lomdm_dist.ops.precision import wide
 
 
 class SchedulerHead(nn.Module):
@@ -26,7 +27,7 @@ class SchedulerHead(nn.Module):
     def forward(self, features: Tensor, context: Context) -> Tensor:
         """features [N, D] -> [B, L, outputs], float32; 0 at padding."""
         hidden = features if self.block is None else self.block(features, *context[:4])
-        outputs = F.linear(hidden.float(), self.weight.float(), self.bias.float())
+        outputs = F.linear(wide(hidden), wide(self.weight), wide(self.bias))
         return context.spread(outputs).clone()  # FSDP2 warns of views, and this is small
 
 
@@ -39,4 +40,4 @@ class TokenExponents(nn.Module):
 
     def forward(self) -> Tensor:
         """w [V], float32."""
-        return F.softplus(self.theta.float())
+        return F.softplus(wide(self.theta))

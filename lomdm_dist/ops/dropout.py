@@ -8,13 +8,12 @@ Keys are mixed in 64 bits, one a row and one a channel, and cut to 32; an elemen
 of 32-bit arithmetic. Integers are signed and wrap.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lomdm_dist.ops.compiled import compiled
 from lomdm_dist.ops.hash import GOLDEN, mix, signed
 
 CHUNK = 131_072  # elements, CPU: few enough for the caches, enough to hide the cost of a call
@@ -91,20 +90,6 @@ def _backward(
     return passed.mul_(gate).to(mixed.dtype), of_gate
 
 
-@functools.cache
-def _compiled(function):
-    """One kernel for a chain of pointwise operations; made when a GPU first needs it.
-
-    torch 2.13 compiles two things wrongly that are kept out of these functions: a threshold computed
-    from a rate that changes, and a range times a large number (it takes the product for an index).
-    """
-    return torch.compile(function)
-
-
-def _on(device: torch.device, function):
-    return _compiled(function) if device.type == "cuda" else function
-
-
 def _chunks(x: Tensor) -> list[slice] | None:
     """The rows of x in parts, where it is large and on a CPU."""
     if x.is_cuda or x.numel() <= CHUNK:
@@ -118,11 +103,11 @@ class _ResidualDropout(torch.autograd.Function):
     def forward(ctx, x, mixed, gate, rate, rows, branch):
         ctx.rate, ctx.threshold, ctx.dtype = rate, _threshold(rate), gate.dtype
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32)) / (1 - rate)
-        rows, channels = _on(x.device, _keys)(rows, branch, _numbers(x.shape[1], rows))
+        rows, channels = compiled(_keys, x.device)(rows, branch, _numbers(x.shape[1], rows))
         ctx.save_for_backward(mixed, gate, rows, channels)
         chunks = _chunks(x)
         if chunks is None:
-            return _on(x.device, _forward)(x, mixed, gate, rows, channels, ctx.threshold)
+            return compiled(_forward, x.device)(x, mixed, gate, rows, channels, ctx.threshold)
         out = torch.empty_like(x)
         for part in chunks:
             out[part] = _forward(x[part], mixed[part], gate, rows[part], channels, ctx.threshold)
@@ -135,7 +120,7 @@ class _ResidualDropout(torch.autograd.Function):
         chunks = _chunks(mixed)
         if chunks is None:
             arguments = grad, mixed, gate, rows, channels, ctx.threshold
-            of_mixed, of_gate = _on(grad.device, _backward)(*arguments)
+            of_mixed, of_gate = compiled(_backward, grad.device)(*arguments)
         else:
             of_mixed, of_gate = torch.empty_like(mixed), torch.zeros_like(gate)
             for part in chunks:

@@ -5,8 +5,6 @@ gradient of the weighted sum is computed beside its value, a chunk of rows at a 
 instead of the four of recomputation, and no tensor of all rows by all of the vocabulary.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lomdm_dist.ops.collective import same_on
+from lomdm_dist.ops.compiled import compiled
+from lomdm_dist.ops.precision import wide
 
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}  # of a chunk's logits, which are float32
 
@@ -21,7 +21,7 @@ CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}  # of a chunk's logits, which are fl
 def subs_logits(hidden: Tensor, weight: Tensor, bias: Tensor, mask_id: int) -> Tensor:
     """hidden [..., D], weight [V, D], bias [V] -> logits [..., V], float32 or wider, -inf at `mask_id`."""
     never = torch.arange(weight.shape[0], device=hidden.device) == mask_id
-    return _wide(F.linear(hidden, weight, bias)).masked_fill(never, -torch.inf)
+    return wide(F.linear(hidden, weight, bias)).masked_fill(never, -torch.inf)
 
 
 def default_chunk(part: int, device_type: str) -> int:
@@ -81,7 +81,7 @@ def plain_masked_linear_ce(
     total = (weights.double() * ce.double()).sum()
     if values is None:
         return total, ce.detach()
-    expected = log_p.exp() @ _wide(values)
+    expected = log_p.exp() @ wide(values)
     return total + (value_weights.double() * expected.double()).sum(), ce.detach(), expected.detach()
 
 
@@ -102,25 +102,25 @@ class _MaskedLinearCE(torch.autograd.Function):
         chunk,
         wants_gradient,
     ):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         never = _columns_never(mask_id - first, vocab_size - first, len(weight))
         known = of_values = None
         if values is not None:
-            known = torch.zeros(len(weight), dtype=wide, device=weight.device)
+            known = torch.zeros(len(weight), dtype=dtype, device=weight.device)
             mine = values[first : first + len(weight)]
             known[: len(mine)] = mine
             of_values = torch.zeros_like(known)
-        ce = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        ce = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         expected = None if values is None else torch.empty_like(ce)
         gradients = None
         if wants_gradient:
-            gradients = torch.empty_like(hidden), *(torch.zeros_like(p, dtype=wide) for p in (weight, bias))
-        row_terms = _row_terms if group is not None or hidden.device.type == "cpu" else _compiled_row_terms()
+            gradients = torch.empty_like(hidden), *(torch.zeros_like(p, dtype=dtype) for p in (weight, bias))
+        row_terms = compiled(_row_terms, hidden.device) if group is None else _row_terms
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = torch.addmm(bias, hidden[rows], weight.t())
-            weighted = weights[rows].to(wide), None if values is None else value_weights[rows].to(wide)
+            weighted = weights[rows].to(dtype), None if values is None else value_weights[rows].to(dtype)
             ce[rows], e, of_logits, of_known = row_terms(
                 logits, targets[rows] - first, *weighted, known, never, group, wants_gradient
             )
@@ -165,7 +165,7 @@ def _row_terms(logits, targets, weights, value_weights, known, never, group, wan
 
     logits [n, part] are overwritten where they are float32. targets count from this part's first row.
     """
-    z = _wide(logits)
+    z = wide(logits)
     for columns in never:
         z[:, columns] = -torch.inf
     largest = z.amax(dim=1)
@@ -193,12 +193,6 @@ def _row_terms(logits, targets, weights, value_weights, known, never, group, wan
     return ce, expected, z.to(logits.dtype), of_known
 
 
-@functools.cache
-def _compiled_row_terms():
-    """On a GPU the passes over the logits become two; their number of rows may change."""
-    return torch.compile(_row_terms, dynamic=True)
-
-
 def _columns_never(mask_id: int, vocab_size: int, part: int) -> list[slice]:
     """Columns of this part of the vocabulary that are never predicted: the mask, and padding."""
     never = [slice(mask_id, mask_id + 1)] if 0 <= mask_id < part else []
@@ -211,7 +205,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += a @ b
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,10 +1,10 @@
 """Rotary positions, turned in place: the backward pass keeps no copy of what was turned."""
 
-import functools
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lomdm_dist.ops.compiled import compiled
 
 BASE = 10_000.0
 
@@ -38,7 +38,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx, qkv, cos, sin):
         ctx.save_for_backward(cos, sin)
         ctx.mark_dirty(qkv)
-        _on(qkv.device)(qkv, cos, sin)
+        compiled(_turn_, qkv.device)(qkv, cos, sin)
         return qkv
 
     @staticmethod
@@ -46,7 +46,7 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx, gradient):
         cos, sin = ctx.saved_tensors
         gradient = gradient.clone(memory_format=torch.contiguous_format)
-        _on(gradient.device)(gradient, cos, -sin)
+        compiled(_turn_, gradient.device)(gradient, cos, -sin)
         return gradient, None, None
 
 
@@ -62,12 +62,3 @@ def _turn_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     if wide != qkv.dtype:
         first.copy_(a)
         second.copy_(b)
-
-
-@functools.cache
-def _compiled():
-    return torch.compile(_turn_, dynamic=True)
-
-
-def _on(device: torch.device):
-    return _compiled() if device.type == "cuda" else _turn_

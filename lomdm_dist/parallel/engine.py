@@ -20,6 +20,7 @@ import torch
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.initial import draw_start, starts
+from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Piece, whole_layouts
 
@@ -30,6 +31,7 @@ class Blueprint:
     def __init__(self, config: Config, grid: Grid):
         with torch.device("meta"):
             self.model = LoMDM(config.model, config.objective, config.data.attend)
+        self.kernels = choose_kernels(self.model, config, grid.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.starts = starts(self.model)
         self.layouts = whole_layouts(self.model)

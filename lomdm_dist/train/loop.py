@@ -128,7 +128,7 @@ class Run:
         self.reporter = Reporter(config, self.progress.step, grid.first)
 
         blueprint = Blueprint(config, grid)
-        self.parameters = blueprint.parameters
+        self.parameters, self.kernels = blueprint.parameters, blueprint.kernels
         make = partial(make_optimizer, config=config.optim)
         self.engine = start_engine(blueprint, make, config, grid)
         if inputs.resumed:
@@ -309,7 +309,8 @@ class Run:
             f"{kind}, {self.parameters:,} parameters, {train.precision}, "
             f"{_engine_in_words(self.config)}, {self.grid.device.type} x {world_size()}; "
             f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
-            f"x micro-batch {train.micro_batch}; {len(self.data):,} sequences; from step {self.progress.step}"
+            f"x micro-batch {train.micro_batch}; {self.kernels}; {len(self.data):,} sequences; "
+            f"from step {self.progress.step}"
         )
 
 

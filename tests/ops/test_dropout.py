@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lomdm_dist.ops import dropout
+from lomdm_dist.ops.compiled import _compile
 from lomdm_dist.ops.dropout import keyed_mask, residual_dropout, row_keys
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU"))]
@@ -204,11 +205,11 @@ def test_compiled_functions_are_the_plain_ones():
         x, mixed, gate, grad = inputs(rows, width, torch.float32)
         threshold, numbers = dropout._threshold(rate), torch.arange(1, width + 1)
         keys = dropout._keys(row_keys(sequence_keys(1), rows), branch, numbers)
-        compiled = dropout._compiled(dropout._keys)(row_keys(sequence_keys(1), rows), branch, numbers)
+        compiled = _compile(dropout._keys)(row_keys(sequence_keys(1), rows), branch, numbers)
         assert all(torch.equal(a, b) for a, b in zip(compiled, keys, strict=True))
         for function, first in ((dropout._forward, x), (dropout._backward, grad)):
             plain = function(first, mixed, gate, *keys, threshold)
-            compiled = dropout._compiled(function)(first, mixed, gate, *keys, threshold)
+            compiled = _compile(function)(first, mixed, gate, *keys, threshold)
             torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
