@@ -19,6 +19,8 @@ from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
 class Fsdp2:
     """See engine.py. ZeRO 2 keeps a block's parameters whole between forward and backward, 3 does not."""
 
+    local = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -58,6 +58,7 @@ class Grid:
     device: torch.device
     mpu: object  # Megatron's groups, under the names DeepSpeed asks for
     saving: dist.ProcessGroup  # of all, on the CPU: checkpoints are written in the background
+    agreeing: dist.ProcessGroup  # the same for the foreground, which must not meet that
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -83,6 +84,12 @@ class Grid:
         values = values.to(self.device)
         dist.all_reduce(values)
         return values.cpu() / self.tensor_size
+
+    def all_agree(self, good: bool) -> bool:
+        """Whether it is good on every rank; no GPU is waited for."""
+        of_all = torch.tensor(int(good))
+        dist.all_reduce(of_all, dist.ReduceOp.MIN, group=self.agreeing)
+        return bool(of_all)
 
     def data_mesh(self, shard_group: int | None) -> DeviceMesh:
         """Of the data-parallel ranks; two-dimensional where only `shard_group` of them share one copy."""
@@ -135,6 +142,7 @@ def process_grid(tensor_parallel: int = 1):
             names.get_tensor_model_parallel_world_size(),
             device,
             names,
+            dist.new_group(backend="gloo"),
             dist.new_group(backend="gloo"),
         )
     finally:

@@ -33,6 +33,7 @@ class DeepSpeed:
         deepspeed = _import_deepspeed(grid)
         self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
         self.clip = config.optim.clip
+        self.local = self.stage < 2 and grid.tensor_size == 1
         settings = _settings(config, grid)
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         for module in reversed(list(model.modules())):  # children first: a module converts its children too
@@ -64,7 +65,6 @@ class DeepSpeed:
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def drop(self) -> None:
-        """For ZeRO 0 and 1: until the step all gradients are this rank's own."""
         self.engine.optimizer.zero_grad()
 
     def step(self) -> float:

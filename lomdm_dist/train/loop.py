@@ -1,6 +1,7 @@
 """The training loop: counts, saves and reports. What a step is stands in `step.py`."""
 
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -111,6 +112,7 @@ class Run:
         self.config, self.grid = config, grid
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
+        self.micro_batch, self.shortages = config.train.micro_batch, 0
         self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
         share = self.accumulation * config.train.micro_batch
@@ -170,20 +172,70 @@ class Run:
 
     def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
-        config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        set_learning_rates(self.engine.optimizer, learning_rates(config.optim, step))
-        self._seed_native_dropout(step)
+        set_learning_rates(self.engine.optimizer, learning_rates(self.config.optim, step))
         self.engine.module.train()
-        sums, rows = StepSums(), self._rows()
-        for k in range(self.accumulation):
-            first = (grid.data_rank * self.accumulation + k) * micro
-            x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, grid.device)
-            noise = draw_noise(config, step, torch.arange(first, first + micro), grid.device)
-            sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / self.accumulation))
+        rows = self._rows()
+        sums = self._backpropagate(step, rows)
         self.gradient_norm = self.engine.step()
         self.average.update()
         sums.add({"asked": torch.tensor(stop.asked), "replaced": torch.tensor(rows.replaced)})
-        return sums.reduced(grid)
+        return sums.reduced(self.grid)
+
+    def _backpropagate(self, step: int, rows: Rows) -> StepSums:
+        """The gradients of a step. If a rank runs out of memory, all begin again with smaller micro-batches.
+
+        The noise is that of each sequence, so the result is the same.
+        """
+        while True:
+            shortage = None
+            try:
+                sums = self._micro_batches(step, rows)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                shortage = f"{error}".splitlines()[0]
+            if shortage and not self.engine.local:  # the others wait for it, in the middle of something
+                raise UserError(self._say_shortage(step, shortage))
+            if not self.engine.local or self.grid.all_agree(shortage is None):
+                return sums
+            self._shrink(step, shortage)
+
+    def _micro_batches(self, step: int, rows: Rows) -> StepSums:
+        config, micro, device = self.config, self.micro_batch, self.grid.device
+        self._seed_native_dropout(step)
+        sums, count = StepSums(), len(rows.ids) // micro
+        for k in range(count):
+            first = self.grid.data_rank * len(rows.ids) + k * micro
+            x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, device)
+            noise = draw_noise(config, step, torch.arange(first, first + micro), device)
+            sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / count))
+        return sums
+
+    def _shrink(self, step: int, shortage: str | None) -> None:
+        """Go on with the next smaller micro-batch."""
+        short = [rank for rank, said in enumerate(self.grid.gather(shortage)) if said]
+        if self.micro_batch == 1:
+            raise UserError(self._say_shortage(step, shortage or f"rank {short[0]} said so"))
+        self.engine.drop()
+        gc.collect()
+        if self.grid.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before, self.micro_batch = self.micro_batch, largest_divisor(self.micro_batch)
+        self.shortages += 1
+        self.reporter.say(
+            f"out of memory in step {step + 1} on rank {', '.join(map(str, short))}: the step is done again "
+            f"with micro-batch {self.micro_batch}, and so are the next; it was {before}"
+        )
+
+    def _say_shortage(self, step: int, shortage: str) -> str:
+        train = self.config.train
+        ways = ["train.micro_batch=" + str(largest_divisor(self.micro_batch))] if self.micro_batch > 1 else []
+        ways += ["train.two_samples=split"] if train.two_samples == "joint" else []
+        ways += ["train.recompute=block"] if train.recompute != "block" else ["parallel.zero_stage=3"]
+        return (
+            f"rank {rank()} ran out of memory in step {step + 1} with micro-batch {self.micro_batch} "
+            f"({shortage}): resume with {' or '.join(ways)}"
+        )
 
     def _seed_native_dropout(self, step: int) -> None:
         """By step and rank, so that a resume on the same grid repeats it.
@@ -261,6 +313,8 @@ class Run:
             "seconds": seconds,
             "data_seconds": self.waited,
             "memory": memory_gib(),
+            "micro_batch": self.micro_batch,
+            "out_of_memory": self.shortages,
         }
 
     def _data_metrics(self) -> dict:
@@ -287,7 +341,9 @@ class Run:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
         self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
-        bound = estimate_bound(self.engine, self.valid, self.config, np.arange(count), grid=self.grid)
+        bound = estimate_bound(
+            self.engine, self.valid, self.config, np.arange(count), batch=self.micro_batch, grid=self.grid
+        )
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
@@ -312,6 +368,18 @@ class Run:
             f"x micro-batch {train.micro_batch}; {self.kernels}; {len(self.data):,} sequences; "
             f"from step {self.progress.step}"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in str(error)  # what torch says of the host's
+    )
+
+
+def largest_divisor(number: int) -> int:
+    """The largest that is smaller than the number."""
+    return next(number // k for k in range(2, number + 1) if number % k == 0)
 
 
 def _engine_in_words(config: Config) -> str:
