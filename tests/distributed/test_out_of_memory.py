@@ -87,7 +87,7 @@ def test_what_cannot_shrink_ends_with_the_ways_out(base, tmp_path):
         "train.steps=8",
         "train.global_batch=32",
         "train.micro_batch=4",
-        "parallel.engine=fsdp2",
+        "parallel={engine: fsdp2, zero_stage: 3}",
     ]
     run = tmp_path / "fsdp"
     said = on_processes(4, train_with_a_shortage, [*options, f"train.run={run}"], "forward", 1, seconds=60)
