@@ -106,6 +106,11 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
 
     _checkpoint_commands(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
 
+    benches = commands.add_parser("bench", help="measure speed and memory").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    _bench_step_options(benches.add_parser("step", parents=[common], help="a step, and each trick's gain"))
+
     conversions = commands.add_parser("convert", help="to Hugging Face").add_subparsers(
         required=True, metavar="DIRECTION"
     )
@@ -277,6 +282,29 @@ def _train(options) -> None:
     summary = train(config, options.resume, options.stop_after)
     if rank() == 0:
         machine.write_result(options.json, summary, config.as_dict())
+
+
+def _bench_step_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="a YAML file of a LoMDM, e.g. configs/owt.yaml")
+    parser.add_argument("--sequences", type=int, default=8, help="masked sequences in a micro-batch (8)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each row is measured (5)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
+    parser.set_defaults(run=_bench_step)
+
+
+def _bench_step(options) -> None:
+    from lomdm_dist import machine
+    from lomdm_dist.config import load_config
+    from lomdm_dist.study import bench
+
+    _positive(options, "sequences", "rounds")
+    config = load_config(options.config, options.overrides)
+    result = bench.bench_step(config, options.sequences, options.rounds, _device())
+    print(bench.as_markdown(result))
+    if options.plot:
+        bench.draw(result, options.plot)
+    machine.write_result(options.json, result, config.as_dict())
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
@@ -518,7 +546,7 @@ def _to_hf(options) -> None:
 
 
 def _positive(options, *names: str) -> None:
-    if not 0 <= options.seed < 2**63:
+    if not 0 <= getattr(options, "seed", 0) < 2**63:
         raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
     for name in names:
         value = getattr(options, name)

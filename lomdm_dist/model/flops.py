@@ -30,12 +30,16 @@ def predicted_share(objective: Objective) -> float:
     return 1 / (1 + objective.c1)
 
 
-def step_flops_a_sequence(config: Config) -> float:
-    """Forward and backward of one clean sequence in a training step, all its samples included."""
+def step_flops_a_sequence(config: Config, every_position: bool = False) -> float:
+    """Forward and backward of one clean sequence in a training step, all its samples included.
+
+    every_position: all are projected onto the vocabulary, as `kernels.loss: plain` does.
+    """
     model, objective = config.model, config.objective
     length, passes = model.length, max(1, objective.samples)
     backbone = model.blocks * block_flops(model, causal=objective.name == "ar")
-    projection = 2 * model.width * model.vocab_size * predicted_share(objective)
+    share = 1.0 if every_position else predicted_share(objective)
+    projection = 2 * model.width * model.vocab_size * share
     flops = passes * 3 * (backbone + projection) * length
     if objective.name == "lomdm":
         outputs = 1 if objective.schedule == "power" else 3
