@@ -316,7 +316,8 @@ def _compared(other: Plan, best: Plan, key: str) -> str:
     if not best.seconds:
         return f"{beside} would take {gib} for {best.total_gib:.1f}"
     longer = other.seconds.step / best.seconds.step - 1
-    time = f"{longer:.1%} more time" if longer > 0 else f"{-longer:.1%} less time, too little to tell"
+    longer = 0.0 if abs(longer) < 5e-4 else longer
+    time = f"{longer:.1%} more time" if longer >= 0 else f"{-longer:.1%} less time, too little to tell"
     return f"{beside} would take {time}, and {gib} for {best.total_gib:.1f}"
 
 
