@@ -9,6 +9,7 @@ from lomdm_dist.model.backbone import Block
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.study.activations import SavedBytes, activation_bytes, block_bytes
 from lomdm_dist.train.step import backpropagate, draw_noise
+from tests.distributed.grids import on_processes
 from tests.model.test_model import CONFIGS, tiny_config
 
 
@@ -21,9 +22,9 @@ def config_of(objective: dict, model: dict | None = None, **train) -> Config:
     )
 
 
-def counted(config: Config) -> int:
+def counted(config: Config, model: LoMDM | None = None) -> int:
     """Peak bytes of one micro-batch, in a network of the config's precision."""
-    model = LoMDM(config.model, config.objective).train()
+    model = (LoMDM(config.model, config.objective) if model is None else model).train()
     model.to(torch.bfloat16 if config.train.precision == "bf16" else torch.float32)
     for block in model.modules():
         if isinstance(block, Block):
@@ -114,3 +115,25 @@ def test_tensor_parallel_ranks_share_out_what_lies_between_the_layers_with_seque
     assert of_block(4, True) == whole / 4
     channels = 4 * 64
     assert of_block(4, False) == pytest.approx(6 * channels + 12 * channels / 4, rel=0.02)
+
+
+def counted_and_predicted_on_a_rank(sequence_parallel: bool) -> tuple[int, int]:
+    from lomdm_dist.parallel.engine import Blueprint
+    from lomdm_dist.parallel.grid import process_grid
+
+    config = config_of(LOMDM, {"width": 128})
+    parallel = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    with process_grid(2) as grid:
+        model = Blueprint(config, grid).model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.01)
+        return counted(config, model), predicted(config)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_formula_is_what_hooks_count_on_a_tensor_parallel_rank(sequence_parallel):
+    for by_hooks, by_formula in on_processes(2, counted_and_predicted_on_a_rank, sequence_parallel):
+        print(f"{by_formula / by_hooks - 1:+.2%}")
+        assert by_formula == pytest.approx(by_hooks, rel=0.05)
