@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | eval | sample | checkpoint | convert`.
+"""The command line: `lomdm prepare | train | eval | sample | checkpoint | convert | plan`.
 
 Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on request after saving;
 1 anything else.
@@ -24,6 +24,7 @@ OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ...
 EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
 PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
+PLAN = "change the config; what the planner chooses (train.micro_batch=8, ...) is then kept as you say"
 A_CHECKPOINT = "a run folder (its latest) or a checkpoint"
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
@@ -115,6 +116,9 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
         required=True, metavar="DIRECTION"
     )
     _to_hf_options(conversions.add_parser("to-hf", parents=[common], help="export a checkpoint"))
+    _plan_options(
+        commands.add_parser("plan", parents=[common], help="how to train on so many GPUs, and what it takes")
+    )
     return parser
 
 
@@ -543,6 +547,32 @@ def _to_hf(options) -> None:
         f"largest logit difference {result['max_logit_difference']:.1e}"
     )
     machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="a YAML file")
+    parser.add_argument("--gpus", type=int, required=True, help="in all")
+    parser.add_argument("--gpu", default="h100-80gb", help="h100-80gb (default), h200-141gb, a100-80gb, ...")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=PLAN)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options) -> None:
+    from lomdm_dist.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    from lomdm_dist import machine
+    from lomdm_dist.study.plan import CHOSEN, plan
+
+    if options.gpu not in machine.GPUS:
+        raise UserError(f"--gpu {options.gpu}: known are {', '.join(machine.GPUS)}")
+    if options.gpus < 1:
+        raise UserError(f"--gpus {options.gpus}: give 1 or more")
+    given = {override.partition("=")[0] for override in options.overrides}
+    fixed = tuple(key for key in CHOSEN if key in given)
+    chosen = plan(config, options.gpus, machine.GPUS[options.gpu], fixed=fixed)
+    print("\n".join(chosen.lines()))
+    machine.write_result(options.json, chosen.as_dict(), chosen.config.as_dict())
 
 
 def _positive(options, *names: str) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,16 +14,54 @@ import torch
 from lomdm_dist import __version__
 from lomdm_dist.files import write_atomically
 
-# dense bf16 peak, FLOP/s, of NVIDIA's data sheets, by a part of the device's name
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+
+@dataclass(frozen=True)
+class Device:
+    """What one process computes on.
+
+    memory_gib    of it, as its driver reports it
+    peak_flops    dense bf16 FLOP/s; None where nothing is known of its speed
+    bandwidth     of its memory, bytes/s
+    link, network bytes/s of one GPU in one direction to others of its node, and to other nodes
+    """
+
+    name: str
+    memory_gib: float
+    peak_flops: float | None = None
+    bandwidth: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
+    a_node: int = 8
+
+    @property
+    def type(self) -> str:
+        return "cpu" if self.name == "cpu" else "cuda"
+
+
+# NVIDIA's data sheets of the SXM forms, and of the DGX systems that hold 8 with a network adapter for each
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Device("h100-80gb", 79.1, 989e12, 3.35e12, 450e9, 50e9),
+        Device("h200-141gb", 139.8, 989e12, 4.8e12, 450e9, 50e9),
+        Device("a100-80gb", 79.1, 312e12, 2.039e12, 300e9, 25e9),
+        Device("a100-40gb", 39.4, 312e12, 1.555e12, 300e9, 25e9),
+        Device("b200-180gb", 178.0, 2250e12, 8.0e12, 900e9, 50e9),
+    )
+}
+
+
+def known_gpu(name: str) -> Device | None:
+    """What is known of a GPU that calls itself so: "NVIDIA H100 80GB HBM3"."""
+    return next((gpu for gpu in GPUS.values() if gpu.name.split("-")[0].upper() in name), None)
 
 
 def peak_flops() -> float | None:
     """Peak of one device of this machine in bf16, None where it is not known (CPUs among them)."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    gpu = known_gpu(torch.cuda.get_device_name())
+    return gpu and gpu.peak_flops
 
 
 def versions() -> dict[str, str]:

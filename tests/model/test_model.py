@@ -8,12 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lomdm_dist.config import Config, WindowObjective, load_config
-from lomdm_dist.model import LoMDM
-from lomdm_dist.model.flops import block_flops
+from lomdm_dist.model import LoMDM, flops
+from lomdm_dist.model.flops import block_flops, step_flops_a_sequence
 from lomdm_dist.model.lomdm import learned_schedule, permutation_of
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.process import log_q
-from lomdm_dist.train.step import Noise, backpropagate
+from lomdm_dist.train.step import Noise, backpropagate, draw_noise
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -36,6 +36,7 @@ PARAMETERS = {
     "ablation_1024": 384_037_946 + head_parameters(1024),
     "1b": 1_141_251_412,
     "7b": 7_366_751_572,
+    "13b": 13_896_081_748,
 }
 
 
@@ -256,3 +257,19 @@ def test_block_flops_are_those_that_torch_counts():
         model.backbone.blocks[0](torch.zeros(2 * 32, 64), *context[:4])
     adaln = 2 * config.model.condition_width * 6 * 64  # once a pass, not once a token
     assert counter.get_total_flops() == 2 * 32 * block_flops(config.model) + adaln
+
+
+@pytest.mark.parametrize("objective", ["lomdm", "mdlm"])
+def test_the_flops_of_a_step_are_those_that_torch_counts(objective, monkeypatch):
+    sizes = {"vocab_size": 101, "length": 32, "width": 64, "heads": 4, "condition_width": 8}
+    train = {"micro_batch": 8, "global_batch": 8}
+    config = tiny_config(model=sizes, objective={"name": objective}, train=train)
+    model, x = LoMDM(config.model, config.objective), torch.randint(5, 101, (8, 32))
+    rows = []
+    norm = model.backbone.output.norm
+    norm.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        backpropagate(Alone(model), x, None, draw_noise(config, 0, torch.arange(8), "cpu"), config)
+    monkeypatch.setattr(flops, "predicted_share", lambda _: sum(rows) / len(rows) / x.numel())
+    unseen = 2 * 64 * 101 * sum(rows)  # the counter overlooks the product that is written with `out=`
+    assert counter.get_total_flops() + unseen == pytest.approx(8 * step_flops_a_sequence(config), rel=2e-3)

@@ -1,0 +1,142 @@
+"""Bytes that one rank holds, by part, from the shapes and the rules of its engine."""
+
+import math
+
+import torch
+
+from lomdm_dist.config import Config
+from lomdm_dist.machine import Device
+from lomdm_dist.model import LoMDM
+from lomdm_dist.model.backbone import MLP_RATIO
+from lomdm_dist.ops.masked_linear_ce import default_chunk
+from lomdm_dist.parallel.zero import REDUCE_BUCKET
+from lomdm_dist.study.activations import activation_bytes
+
+GATHERED = 1_000_000_000  # parameters that ZeRO 3 keeps whole between uses; DeepSpeed's default
+SPLIT_OVER_RANKS = (
+    "qkv.weight",
+    "attention_out.weight",
+    "mlp_in.weight",
+    "mlp_in.bias",
+    "mlp_out.weight",
+    "modulation.weight",
+    "modulation.bias",
+    "embedding.weight",
+    "output.weight",
+    "output.bias",
+)
+
+
+class Parameters:
+    """How many parameters a model has, and a tensor-parallel rank of it, from its shapes alone."""
+
+    def __init__(self, config: Config):
+        with torch.device("meta"):
+            model = LoMDM(config.model, config.objective)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.total = sum(math.prod(shape) for shape in self._shapes.values())
+
+    def of_rank(self, ranks: int) -> int:
+        return sum(self._part(name, ranks) for name in self._shapes)
+
+    def of_block(self, ranks: int) -> int:
+        return sum(self._part(name, ranks) for name in self._shapes if name.startswith("backbone.blocks.0."))
+
+    def outside_blocks(self, ranks: int) -> int:
+        return sum(self._part(n, ranks) for n in self._shapes if ".blocks." not in n and ".block." not in n)
+
+    def _part(self, name: str, ranks: int) -> int:
+        shape = self._shapes[name]
+        if not name.endswith(SPLIT_OVER_RANKS):
+            return math.prod(shape)
+        if name.startswith(("backbone.embedding", "backbone.output.weight", "backbone.output.bias")):
+            return -(-shape[0] // ranks) * math.prod(shape[1:])  # the last rank's is padded
+        return math.prod(shape) // ranks
+
+
+def network_bytes(config: Config) -> int:
+    """Of one number that the network computes with."""
+    return 2 if config.train.precision == "bf16" else 4
+
+
+def chunk_of(config: Config, device: Device) -> int:
+    """Rows of logits that the fused loss has in memory at a time."""
+    part = -(-config.model.vocab_size // config.parallel.tensor_parallel)
+    return config.kernels.loss_chunk or default_chunk(part, device.type)
+
+
+def memory(config: Config, parameters: Parameters, device: Device, data_parallel: int) -> dict[str, int]:
+    """Bytes of one rank at the peak of a step, by part.
+
+    activations    see `activation_bytes`, with every position projected, as a few sequences can be
+    loss_chunk     logits of the fused loss, and its sum of weight gradients
+    backward       gradients on their way through one block, where they are more than loss_chunk, gone by then
+    update         gradients that ZeRO 1 and 2 copy for AdamW, where they are more than all of these
+    communication  buffers, and parameters gathered for use
+    """
+    parts = _states(config, parameters, data_parallel)
+    parts["activations"] = sum(activation_bytes(config, share=1.0).values())
+    parts["loss_chunk"] = _loss_chunk(config, chunk_of(config, device))
+    parts["backward"] = max(0, _flowing(config) - parts["loss_chunk"])
+    working = parts["activations"] + parts["loss_chunk"] + parts["backward"]
+    copied = config.parallel.engine == "deepspeed" and config.parallel.zero_stage in (1, 2)
+    of_rank = parameters.of_rank(config.parallel.tensor_parallel)
+    parts["update"] = max(0, 4 * of_rank / data_parallel - working) if copied else 0
+    parts["communication"] = _communication(config, parameters)
+    return {name: round(size) for name, size in parts.items()}
+
+
+def _states(config: Config, parameters: Parameters, data_parallel: int) -> dict[str, float]:
+    """docs/parallelism.md has these counted. The optimiser's are moments, and masters."""
+    parallel, stage = config.parallel, config.parallel.zero_stage
+    mine = parameters.of_rank(parallel.tensor_parallel)
+    shared = mine / (parallel.shard_group or data_parallel)
+    if parallel.engine == "fsdp2":
+        waiting = 0
+        if config.train.two_samples == "split" and config.objective.samples == 2:
+            waiting = 4 * mine  # those of the first sample, until the second's join them
+        return {
+            "parameters": 4 * shared,
+            "gradients": 4 * shared + waiting,
+            "optimiser": 8 * shared,
+            "ema": 4 * shared,
+        }
+    return {
+        "parameters": network_bytes(config) * (mine if stage < 3 else shared),
+        "gradients": 4 * (mine if stage < 2 else shared),
+        "optimiser": 12 * shared if stage else 8 * mine,
+        "ema": 4 * (shared if stage else mine),
+    }
+
+
+def _loss_chunk(config: Config, chunk: int) -> float:
+    """Logits in the network's dtype twice (values, gradients) and in float32; of the weights' gradient the
+    float32 sum and one product. In float32 all is in place."""
+    model, ranks = config.model, config.parallel.tensor_parallel
+    part, rows = -(-model.vocab_size // ranks), min(chunk, _tokens(config))
+    bf16 = config.train.precision == "bf16"
+    return part * (rows * (8 if bf16 else 4) + model.width * (6 if bf16 else 4))
+
+
+def _tokens(config: Config) -> int:
+    """Of one pass."""
+    samples = max(1, config.objective.samples) if config.train.two_samples == "joint" else 1
+    return samples * config.train.micro_batch * config.model.length
+
+
+def _flowing(config: Config) -> float:
+    """The gradient of the residual stream, and those before and after the MLP's activation."""
+    channels = config.model.width * network_bytes(config)
+    return _tokens(config) * channels * (1 + 2 * MLP_RATIO / config.parallel.tensor_parallel)
+
+
+def _communication(config: Config, parameters: Parameters) -> float:
+    parallel, size = config.parallel, network_bytes(config)
+    ranks = parallel.tensor_parallel
+    mine = parameters.of_rank(ranks)
+    if parallel.engine == "deepspeed":
+        bucket = 4 * min(REDUCE_BUCKET, mine) if parallel.zero_stage else 0
+        return bucket + (size * min(GATHERED, mine) if parallel.zero_stage == 3 else 0)
+    block, outside = parameters.of_block(ranks), parameters.outside_blocks(ranks)
+    gathered = mine if parallel.zero_stage == 2 else outside + 2 * block  # the next is fetched meanwhile
+    return size * gathered + (size + 4) * max(block, outside)  # gradients whole, and in float32 to reduce
