@@ -265,6 +265,8 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice.
 
+    micro_batch  sequences of a rank at a time. Here and in the next two, `auto` is what the planner chooses
+                 for the devices at hand
     two_samples  the two masked samples go through the network one after the other (`split`, half the
                  memory of activations) or side by side (`joint`)
     recompute    in the backward pass, instead of keeping it: of each block the attention, or all
@@ -275,9 +277,9 @@ class TrainConfig(Section):
     run: Path
     steps: Positive
     global_batch: Positive
-    micro_batch: Positive
-    two_samples: Literal["split", "joint"] = "split"
-    recompute: Literal["none", "attention", "block"] = "none"
+    micro_batch: Positive | Literal["auto"]
+    two_samples: Literal["split", "joint", "auto"] = "split"
+    recompute: Literal["none", "attention", "block", "auto"] = "none"
     offload_activations: Annotated[bool, Field(strict=True)] = False
     precision: Literal["bf16", "fp32"] = "bf16"
     seed: NonNegative = 0
@@ -299,7 +301,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _batch_divides(self):
-        if self.global_batch % self.micro_batch:
+        if self.micro_batch != "auto" and self.global_batch % self.micro_batch:
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
             )
@@ -486,12 +488,16 @@ class Config(Section):
         return ranks
 
     def accumulation(self, data_parallel: int) -> int:
-        """Micro-batches a rank runs in one step. UserError where the batch does not divide."""
-        rows = data_parallel * self.train.micro_batch
+        """Micro-batches a rank runs in one step. UserError where the batch does not divide.
+
+        While micro_batch is still `auto`, sequences a rank.
+        """
+        micro_batch = 1 if self.train.micro_batch == "auto" else self.train.micro_batch
+        rows = data_parallel * micro_batch
         if self.train.global_batch % rows:
             raise UserError(
                 f"train.global_batch {self.train.global_batch} does not divide over {data_parallel} "
-                f"data-parallel ranks x train.micro_batch {self.train.micro_batch} = {rows}: "
+                f"data-parallel ranks x train.micro_batch {micro_batch} = {rows}: "
                 f"{self.train.global_batch} / {rows} = {self.train.global_batch / rows:.3g}; "
                 "change one of the three"
             )

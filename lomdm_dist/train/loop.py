@@ -21,10 +21,13 @@ from lomdm_dist.data.shards import unpack
 from lomdm_dist.errors import StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
+from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
 from lomdm_dist.parallel.optimizer import set_learning_rates
+from lomdm_dist.study.plan import Plan, calibrate
 from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress
+from lomdm_dist.train.fit import fit, probe, wanted
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
@@ -109,7 +112,9 @@ class Run:
     """The parts of one training run, put together."""
 
     def __init__(self, config: Config, inputs: Inputs, grid: Grid):
-        self.config, self.grid = config, grid
+        self.asked, self.grid = config, grid
+        plan = fit(config, grid) if wanted(config) else None
+        config = self.config = plan.config if plan else config
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
         self.micro_batch, self.shortages = config.train.micro_batch, 0
@@ -140,7 +145,24 @@ class Run:
         self.average = WeightAverage(self.engine.pieces, config.optim.ema_decay)
         if inputs.resumed:
             inputs.resumed.load_engine(self.engine, self.average)
-        self.saver = Saver(config, self._data_facts(), tokenizer, grid, self.reporter.say)
+        if plan:
+            self._plan_again(plan)
+        self.saver = Saver(self.config, self._data_facts(), tokenizer, grid, self.reporter.say)
+
+    def _plan_again(self, plan: Plan) -> None:
+        """After a try of the plan on the real device, where that has a speed and a memory of its own."""
+        if self.grid.device.type == "cuda":
+            config, micro = self.config, self.config.train.micro_batch
+            x = torch.zeros(micro, config.model.length, dtype=torch.int64, device=self.grid.device)
+            noise = draw_noise(config, 0, torch.arange(micro), self.grid.device)
+            seconds, peak = probe(lambda: backpropagate(self.engine, x, None, noise, config, share=0.0))
+            plan = fit(self.asked, self.grid, plan, calibrate(plan, seconds * self.accumulation, peak))
+            self.config = plan.config
+            self.kernels = choose_kernels(self.engine.module, self.config, self.grid.device)
+            self.micro_batch = self.config.train.micro_batch
+            self.accumulation = self.config.accumulation(self.grid.data_size)
+        for line in plan.lines():
+            self.reporter.say(line)
 
     def train(self, stop: StopRequest, stop_after: int) -> dict:
         self.stop = stop
