@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-all lint gpu-check clean install
+.PHONY: demo test test-all lint wheels gpu-check clean install
 
 demo: install
 	python launchers/demo.py
@@ -34,9 +34,20 @@ $(VENV)/installed: setup.py constraints.txt
 	pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	touch $@
 
-# on a machine with a GPU and everything installed there; writes benchmarks/results/gpu_check.json
+# What a machine with a GPU lacks that has torch alone, and no network: for its Python, which is newer. DeepSpeed
+# is built here, without its compiled extensions.
+WHEELS := .wheels
+wheels: install
+	mkdir -p $(WHEELS)
+	pip download --quiet --dest $(WHEELS) --no-deps --only-binary :all: --python-version 3.12 \
+		--platform manylinux2014_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64 -r benchmarks/gpu_wheels.txt
+	DS_BUILD_OPS=0 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS) deepspeed -c constraints.txt
+	du -sh $(WHEELS)
+
+# on that machine; writes benchmarks/results/gpu_check.json and .md
 gpu-check:
-	python benchmarks/gpu_check.py
+	if [ -d $(WHEELS) ]; then pip install --quiet --no-index --no-deps --target build/site $(WHEELS)/*.whl; fi
+	PYTHONPATH=build/site:. python3 benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) data/demo data/demo.json data/demo.jsonl runs/demo

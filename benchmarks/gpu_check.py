@@ -1,8 +1,9 @@
-"""What only a GPU can show: equal losses, training end to end, and whether the data keep up.
+"""What only a GPU can show: kernels, equal losses, speed beside its floors and the plan, training end to end.
 
-    make gpu-check            # python benchmarks/gpu_check.py --json benchmarks/results/gpu_check.json
+    make wheels && make gpu-check    # benchmarks/results/gpu_check.{json,md}; at most 8 minutes on one H100
 
-Each part runs for itself and says what failed; none needs a network. About five minutes on one H100.
+`make wheels` fills .wheels/ where there is a network; the machine with the GPU needs torch alone, and
+installs the rest from there. Each part runs for itself and says what failed.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from lomdm_dist.data.reader import Reader
 from lomdm_dist.data.shards import ShardSet, unpack
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.engine import Alone
+from lomdm_dist.study import bench
+from lomdm_dist.study.plan import device_here, plan
 from lomdm_dist.train.step import backpropagate, draw_noise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,13 +141,11 @@ def engines(data: Path) -> list[dict]:
     options = ["--config", "configs/demo.yaml", *places(data / "small"), "train.steps=25"]
     options += ["train.log_every=1", "train.valid_every=0", "model.dropout=0.1", "optim.warmup_steps=5"]
     fsdp2 = ["parallel.engine=fsdp2", "parallel.zero_stage=3"]
-    ways = {f"ZeRO {stage}": [f"parallel.zero_stage={stage}"] for stage in range(4)}
-    ways |= {"FSDP2": fsdp2, "ZeRO 2, offload": ["parallel.zero_stage=2", "parallel.offload=true"]}
-    ways |= {"FSDP2, offload": [*fsdp2, "parallel.offload=true"]}
-    ways |= {
-        "FSDP2 bf16": [*fsdp2, "train.precision=bf16"],
-        "ZeRO 3 bf16": [*ways["ZeRO 3"], "train.precision=bf16"],
-    }
+    stages = {stage: [f"parallel.zero_stage={stage}"] for stage in range(4)}
+    ways = {"ZeRO 1": stages[1], "ZeRO 3": stages[3], "FSDP2": fsdp2}
+    ways |= {"ZeRO 2, offload": [*stages[2], "parallel.offload=true"]}
+    ways |= {"FSDP2 bf16": [*fsdp2, "train.precision=bf16"]}
+    ways |= {"activations offloaded": ["train.recompute=block", "train.offload_activations=true"]}
     alone = [row["loss"] for row in train(data / "alone", *options, "train.precision=fp32", device=False)]
     rows = []
     for number, (name, overrides) in enumerate(ways.items()):
@@ -153,32 +155,74 @@ def engines(data: Path) -> list[dict]:
     return rows
 
 
-def dropout(data: Path) -> dict:
-    """The masks of the compiled operation are those of the plain one; what it costs."""
-    tests = [sys.executable, "-m", "pytest", "-q", "tests/ops/test_dropout.py"]
-    subprocess.run(tests, cwd=ROOT, check=True)
+def kernels(data: Path) -> dict:
+    """The operations against their plain forms; then what keyed dropout costs."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "", "tests/ops/test_on_gpu.py"]
+    subprocess.run([*tests, "tests/ops/test_dropout.py"], cwd=ROOT, check=True)
     result = data / "dropout.json"
     subprocess.run([sys.executable, "benchmarks/dropout.py", "--json", result], cwd=ROOT, check=True)
     return json.loads(result.read_text())
 
 
+def step(data: Path) -> dict:
+    """`lomdm bench step` at OWT small: every trick; and at 1B: LoMDM, joint, MDLM."""
+    few = ["lomdm", "lomdm, joint", "mdlm", "mdlm, all logits"]
+    found = {}
+    for config, sequences, names in (("owt", 32, None), ("1b", 8, few)):
+        loaded = load_config(ROOT / f"configs/{config}.yaml")
+        found[config] = bench.bench_step(loaded, sequences, 5, GPU, names)
+        print(bench.as_markdown(found[config]), flush=True)
+        torch.cuda.empty_cache()
+    return found
+
+
+def planned(data: Path) -> list[dict]:
+    """The planner's word against a real run of its plan: seconds a step and memory."""
+    mask = ShardSet(data / "large/train").tokenizer
+    size = [f"model.mask_id={mask.mask_id}", f"model.eos_id={mask.eos_id}", "train.global_batch=64"]
+    steps = ["train.steps=8", "train.log_every=2", "train.valid_every=0", "train.save_every=1000"]
+    rows = []
+    for config, more in (
+        ("owt", ["model.vocab_size=8192"]),
+        ("1b", ["model.vocab_size=8192", "model.length=1024"]),
+    ):
+        overrides = [*size, *more, *places(data / "large")]
+        said = plan(load_config(ROOT / f"configs/{config}.yaml", overrides), 1, device_here())
+        chosen = [f"{key}={value}" for key, value in said.choice.items()]
+        logged = train(
+            data / f"plan-{config}", "--config", f"configs/{config}.yaml", *overrides, *chosen, *steps
+        )
+        last = logged[-1]
+        rows.append(
+            {
+                "config": config,
+                "choice": said.choice,
+                "planned_seconds": said.seconds.step,
+                "seconds": last["seconds"] / 2,
+                "planned_gib": said.total_gib,
+                "gib": last["memory"],
+                "mfu": last["mfu"],
+            }
+        )
+    return rows
+
+
 def data_keeps_up(data: Path) -> list[dict]:
     """OWT-small (170M, length 1024, bf16) on one GPU: tokens/s, MFU, and the share of time spent on data."""
     rows = []
-    steps = ["train.steps=60", "train.log_every=10", "train.valid_every=0", "train.save_every=1000"]
+    steps = ["train.steps=40", "train.log_every=10", "train.valid_every=0", "train.save_every=1000"]
     size = ["train.micro_batch=16", "train.global_batch=64", "model.vocab_size=8192"]
     mask = ShardSet(data / "large/train").tokenizer
     size += [f"model.mask_id={mask.mask_id}", f"model.eos_id={mask.eos_id}"]
     for name, overrides in {
-        "lomdm, no worker": ["data.workers=0"],
-        "lomdm, 1 worker": [],
-        "lomdm, 2 workers": ["data.workers=2"],
-        "lomdm, 1 worker, attention in documents": ["data.attend=document"],
-        "mdlm, 1 worker": ["objective={name: mdlm}"],
+        "lomdm": [],
+        "lomdm, auto": ["train.micro_batch=auto", "train.two_samples=auto", "train.recompute=auto"],
+        "lomdm, attention in documents": ["data.attend=document"],
+        "mdlm": ["objective={name: mdlm}"],
     }.items():
         options = ["--config", "configs/owt.yaml", *places(data / "large"), *steps, *size, *overrides]
         run = data / f"large-{len(rows)}"
-        logged = train(run, *options)[2:]  # without the first steps
+        logged = train(run, *options)[1:]  # without the first steps
         speeds = [row["tokens_per_second"] for row in logged]
         rows.append(
             {
@@ -214,15 +258,45 @@ def prepare(data: Path) -> dict:
     return {name: len(ShardSet(data / name / "train")) for name in ("small", "large")}
 
 
+PARTS = (prepare, kernels, equal_losses, step, planned, pinned_rows, same_curve, engines, data_keeps_up)
+
+
+def as_markdown(result: dict, failed: list[str], seconds: dict[str, float]) -> str:
+    """Tables of what compares, the rest as it is in the JSON."""
+    about = machine.versions() | {"gpu": torch.cuda.get_device_name()}
+    parts = [
+        f"# On a GPU\n\n`make gpu-check`; {', '.join(f'{name} {value}' for name, value in about.items())}"
+    ]
+    parts.append(f"failed: {', '.join(failed) or 'nothing'}; seconds: {json.dumps(seconds)}")
+    for name, found in result.items():
+        parts.append(f"## {name.replace('_', ' ')}")
+        if name == "step" and isinstance(found, dict):
+            parts += [f"### {config}\n\n{bench.as_markdown(rows)}" for config, rows in found.items()]
+        elif isinstance(found, list):
+            parts.append(_table(found))
+        else:
+            parts.append(f"```\n{json.dumps(found, indent=1)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: list[dict]) -> str:
+    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
+    for row in rows:
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", default="benchmarks/results/gpu_check.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU; everything else is in `make test`")
-    result, failed = {}, []
+    result, failed, seconds = {}, [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for part in (prepare, equal_losses, pinned_rows, same_curve, engines, dropout, data_keeps_up):
+        for part in PARTS:
+            start = time.perf_counter()
             try:
                 result[part.__name__] = part(Path(folder))
                 print(f"{part.__name__}: {json.dumps(result[part.__name__])}", flush=True)
@@ -230,7 +304,11 @@ def main() -> None:
                 failed.append(part.__name__)
                 result[part.__name__] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            machine.write_result(options.json, {"parts": result, "failed": failed}, {})
+            seconds[part.__name__] = round(time.perf_counter() - start, 1)
+            machine.write_result(
+                options.json, {"parts": result, "failed": failed, "part_seconds": seconds}, {}
+            )
+            Path(options.json).with_suffix(".md").write_text(as_markdown(result, failed, seconds))
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -76,16 +76,19 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
-def bench_step(config: Config, sequences: int, rounds: int, device: torch.device) -> dict:
+def bench_step(
+    config: Config, sequences: int, rounds: int, device: torch.device, only: list[str] | None = None
+) -> dict:
     """Rows for `sequences` masked sequences through the denoiser, LoMDM's and MDLM's alike, and the floors.
 
-    A LoMDM row has half as many texts, each masked twice. Raises UserError where that cannot be.
+    A LoMDM row has half as many texts, each masked twice. `only` these rows, or all. Raises UserError
+    where that cannot be.
     """
     if config.objective.name != "lomdm":
         raise UserError(f"bench step compares LoMDM with others: objective.name is {config.objective.name}")
     if sequences % 2:
         raise UserError(f"--sequences {sequences} is odd, but each text is masked twice")
-    todo = cases(device)
+    todo = [case for case in cases(device) if only is None or case.name in only]
     models = {name: _model(config, name, device) for name in ("lomdm", "mdlm")}
     seconds = {case.name: [] for case in todo}
     rows, counted = {}, {}
@@ -145,6 +148,7 @@ def floors(config: Config, rows: list[Row], device: torch.device) -> dict:
         "lomdm / mdlm": ("lomdm", "mdlm"),
         "lomdm, all logits / mdlm, all logits": ("lomdm, all logits", "mdlm, all logits"),
     }
+    pairs = {name: both for name, both in pairs.items() if set(both) <= set(of)}
     expected = {name: _model_flops(config, name) for names in pairs.values() for name in names}
     rate = _matmul_rate(config, device)
     return {
