@@ -129,11 +129,12 @@ class _MaskedLinearCE(torch.autograd.Function):
                 expected[rows] = e
             if wants_gradient:
                 of_hidden, of_weight, of_bias = gradients
-                torch.mm(of_logits, weight, out=of_hidden[rows])
+                of_hidden[rows] = of_logits @ weight
                 _add_product(of_weight, of_logits.t(), hidden[rows])
                 of_bias += of_logits.sum(dim=0)
                 if values is not None:
                     of_values += of_known
+            del logits, of_logits  # before the next chunk's
         total = (weights.double() * ce.double()).sum()
         if values is not None:
             total += (value_weights.double() * expected.double()).sum()

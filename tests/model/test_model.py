@@ -271,5 +271,4 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(objective, monkeypatch)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         backpropagate(Alone(model), x, None, draw_noise(config, 0, torch.arange(8), "cpu"), config)
     monkeypatch.setattr(flops, "predicted_share", lambda _: sum(rows) / len(rows) / x.numel())
-    unseen = 2 * 64 * 101 * sum(rows)  # the counter overlooks the product that is written with `out=`
-    assert counter.get_total_flops() + unseen == pytest.approx(8 * step_flops_a_sequence(config), rel=2e-3)
+    assert counter.get_total_flops() == pytest.approx(8 * step_flops_a_sequence(config), rel=2e-3)

@@ -7,7 +7,7 @@ import torch
 
 from lomdm_dist.ops.attention import Sight, attention
 from lomdm_dist.ops.masked_linear_ce import masked_linear_ce, plain_masked_linear_ce
-from lomdm_dist.ops.rotary import plain_rotate, rotary_table, rotate
+from lomdm_dist.ops.rotary import _turned, rotary_table, rotate
 from tests.ops.test_attention import value_and_gradient
 from tests.ops.test_masked_linear_ce import outcome, problem
 
@@ -34,7 +34,7 @@ def test_rotary(dtype, tolerance):
         qkv = torch.randn(sequences * length, 3, 4, 64, device="cuda").to(dtype)
         table = rotary_table(length, 64, "cuda")
         found = value_and_gradient(lambda x, t=table: rotate(x, t), qkv)
-        plain = value_and_gradient(lambda x, t=table: plain_rotate(x, t), qkv)
+        plain = value_and_gradient(lambda x, t=table: _turned(x, *t), qkv)
         for ours, theirs in zip(found, plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
