@@ -144,7 +144,7 @@ def main() -> None:
         f"`python benchmarks/time_variance.py`, {platform.processor() or platform.machine()}, "
         f"{os.cpu_count()} CPU cores, torch {machine.versions()['torch']}, {saved.config.train.precision}. "
         f"{options.checkpoint} at step {saved.progress.step}, EMA weights; {batch} training sequences of "
-        f"{length}, {options.draws} draws a rule, `uniform` from {EPS:g} on."
+        f"{length}, {options.draws} draws a rule, `uniform` from {EPS:g} on; a fifth as many below it."
     )
     out = Path(__file__).parent / "results" / "time_variance.md"
     out.write_text("\n\n".join(["# Variance of a step under the time rules", about, "\n".join(lines), NOTES]))
@@ -156,6 +156,22 @@ HEADER = (
 )
 NOTES = """\
 ## Reading
+
+- Means are norms without the noise's part, of the loss its mean (nats a token); sd is the square root of the
+  variance summed over parameters. The error of a variance ratio is from 10 groups of draws; that of the
+  groups' differences, so noise that the rules share is left out.
+- `mixture` has about half the variance of `uniform`, in the loss and in every gradient, phi's included. It is
+  worth a batch 1.7 to 2.1 times as large as trained; with exponents spread by 0.2, 1.7 to 2.2 times in the
+  gradients and 2.8 in the loss.
+- That is less than the 0.50 and 0.17 of constant CE at L = 1,024, a variance ratio of 9. Those times are
+  independent, and here they are stratified over the batch, which takes out most of what times alone vary,
+  under either rule. What masks vary is left; a token it falls as 1/L, and L is 64.
+- The cut at 1e-3 leaves out 0.7% of the loss as trained, 1.5% with the wider spread. Of the mean gradient it
+  leaves out 2% to 5% of theta's, 2% to 8% of psi's; what it leaves out of phi's is as large as phi's mean.
+- phi's mean gradient is 20 to 50 times smaller than its noise in one step: 1,000 draws do not measure it
+  well (0: not above the noise), so the ratio sd / mean says little there. What lies below the cut is clear.
+- The variance of `mixture` has a heavy tail: where t**e is below 1/L, a mask is rare and weighs 1/t**e, so
+  rare draws add to the variance as the logarithm of their number. Gradients are clipped in training.
 """
 
 
