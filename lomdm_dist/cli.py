@@ -292,6 +292,9 @@ def _bench_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="a YAML file of a LoMDM, e.g. configs/owt.yaml")
     parser.add_argument("--sequences", type=int, default=8, help="masked sequences in a micro-batch (8)")
     parser.add_argument("--rounds", type=int, default=5, help="times that each row is measured (5)")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="NAME", help="some of the rows, by their names in the table"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     parser.set_defaults(run=_bench_step)
@@ -304,7 +307,7 @@ def _bench_step(options) -> None:
 
     _positive(options, "sequences", "rounds")
     config = load_config(options.config, options.overrides)
-    result = bench.bench_step(config, options.sequences, options.rounds, _device())
+    result = bench.bench_step(config, options.sequences, options.rounds, _device(), options.rows)
     print(bench.as_markdown(result))
     if options.plot:
         bench.draw(result, options.plot)

@@ -59,9 +59,10 @@ def masked_linear_ce(
         hidden = same_on(hidden, group)
         values = None if values is None else same_on(values, group)
     chunk = chunk or default_chunk(len(weight), hidden.device.type)
-    wants_gradient = torch.is_grad_enabled()
-    arguments = weights, mask_id, vocab_size, values, value_weights, group, chunk, wants_gradient
-    total, ce, expected = _MaskedLinearCE.apply(hidden, weight, bias, targets, *arguments)
+    rows = targets, weights, values, value_weights
+    total, ce, expected = _MaskedLinearCE.apply(
+        hidden, weight, bias, *rows, mask_id, vocab_size, group, chunk, torch.is_grad_enabled()
+    )
     return (total, ce) if values is None else (total, ce, expected)
 
 
@@ -89,77 +90,73 @@ def plain_masked_linear_ce(
 class _MaskedLinearCE(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        weights,
-        mask_id,
-        vocab_size,
-        values,
-        value_weights,
-        group,
-        chunk,
-        wants_gradient,
+        ctx, hidden, weight, bias, targets, weights, values, value_weights, mask_id, vocab_size, *how
     ):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        group, _, with_gradient = how
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         never = _columns_never(mask_id - first, vocab_size - first, len(weight))
-        known = of_values = None
-        if values is not None:
-            known = torch.zeros(len(weight), dtype=dtype, device=weight.device)
-            mine = values[first : first + len(weight)]
-            known[: len(mine)] = mine
-            of_values = torch.zeros_like(known)
-        ce = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        expected = None if values is None else torch.empty_like(ce)
-        gradients = None
-        if wants_gradient:
-            gradients = torch.empty_like(hidden), *(torch.zeros_like(p, dtype=dtype) for p in (weight, bias))
-        row_terms = compiled(_row_terms, hidden.device) if group is None else _row_terms
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = torch.addmm(bias, hidden[rows], weight.t())
-            weighted = weights[rows].to(dtype), None if values is None else value_weights[rows].to(dtype)
-            ce[rows], e, of_logits, of_known = row_terms(
-                logits, targets[rows] - first, *weighted, known, never, group, wants_gradient
-            )
-            if values is not None:
-                expected[rows] = e
-            if wants_gradient:
-                of_hidden, of_weight, of_bias = gradients
-                of_hidden[rows] = of_logits @ weight
-                _add_product(of_weight, of_logits.t(), hidden[rows])
-                of_bias += of_logits.sum(dim=0)
-                if values is not None:
-                    of_values += of_known
-            del logits, of_logits  # before the next chunk's
+        known = None if values is None else _part(wide(values), first, len(weight))
+        rows = targets - first, weights, value_weights
+        ce, expected, *gradients, of_known = _over_chunks(hidden, weight, bias, *rows, known, never, *how)
+
         total = (weights.double() * ce.double()).sum()
         if values is not None:
             total += (value_weights.double() * expected.double()).sum()
-        if wants_gradient:
-            of_hidden, of_weight, of_bias = gradients
-            if values is not None:
-                here = of_values[: len(mine)].to(values.dtype)
-                of_values = torch.zeros_like(values)
-                of_values[first : first + len(here)] = here
-            of_parameters = of_weight.to(weight.dtype), of_bias.to(bias.dtype)
-            ctx.save_for_backward(of_hidden, *of_parameters, ce, of_values)
-            ctx.dtype_of_weights = weights.dtype
-        ctx.mark_non_differentiable(ce)
-        if expected is not None:
             ctx.mark_non_differentiable(expected)
+        ctx.mark_non_differentiable(ce)
+        if with_gradient:
+            of_values = None if values is None else _whole(of_known, first, values)
+            ctx.save_for_backward(ce, *gradients, of_values)
+        ctx.dtype_of_weights = weights.dtype
         return total, ce, expected
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        of_hidden, of_weight, of_bias, ce, of_values = ctx.saved_tensors
-        for gradient in (of_hidden, of_weight, of_bias, *([] if of_values is None else [of_values])):
-            gradient.mul_(upstream)  # in place, so torch refuses a second backward pass
+        ce, *gradients = ctx.saved_tensors
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(upstream)  # in place, so torch refuses a second backward pass
         of_weights = (ce * upstream).to(ctx.dtype_of_weights)
-        return of_hidden, of_weight, of_bias, None, of_weights, None, None, of_values, *[None] * 4
+        of_hidden, of_weight, of_bias, of_values = gradients
+        return of_hidden, of_weight, of_bias, None, of_weights, of_values, *[None] * 6
+
+
+def _over_chunks(
+    hidden, weight, bias, targets, weights, value_weights, known, never, group, chunk, with_gradient
+):
+    """CE, E, and the gradients of the sum with respect to hidden, weight, bias and known; or None.
+
+    targets count from this part's first row; known [part] are the values of its rows.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    ce = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+    expected = None if known is None else torch.empty_like(ce)
+    of_hidden = of_weight = of_bias = of_known = None
+    if with_gradient:
+        of_hidden = torch.empty_like(hidden)
+        of_weight, of_bias = (torch.zeros_like(whole, dtype=dtype) for whole in (weight, bias))
+        of_known = None if known is None else torch.zeros_like(known)
+    row_terms = compiled(_row_terms, hidden.device) if group is None else _row_terms
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        logits = torch.addmm(bias, hidden[rows], weight.t())
+        weighted = weights[rows].to(dtype), None if known is None else value_weights[rows].to(dtype)
+        ce[rows], e, of_logits, of_known_here = row_terms(
+            logits, targets[rows], *weighted, known, never, group, with_gradient
+        )
+        if known is not None:
+            expected[rows] = e
+        if with_gradient:
+            torch.mm(of_logits, weight, out=of_hidden[rows])
+            _add_product(of_weight, of_logits.t(), hidden[rows])
+            of_bias += of_logits.sum(dim=0)
+            if known is not None:
+                of_known += of_known_here
+        del logits, of_logits  # before the next chunk's
+    if with_gradient:
+        of_weight, of_bias = of_weight.to(weight.dtype), of_bias.to(bias.dtype)
+    return ce, expected, of_hidden, of_weight, of_bias, of_known
 
 
 def _row_terms(logits, targets, weights, value_weights, known, never, group, wants_gradient):
@@ -195,6 +192,20 @@ def _row_terms(logits, targets, weights, value_weights, known, never, group, wan
     return ce, expected, z.to(logits.dtype), of_known
 
 
+def _part(values: Tensor, first: int, size: int) -> Tensor:
+    """values[first : first + size], filled up with zeros."""
+    here = values[first : first + size]
+    return torch.cat([here, here.new_zeros(size - len(here))])
+
+
+def _whole(part: Tensor, first: int, like: Tensor) -> Tensor:
+    """Zeros but for the part, which may reach over the end."""
+    whole = torch.zeros_like(like)
+    here = whole[first : first + len(part)]
+    here.copy_(part[: len(here)])
+    return whole
+
+
 def _columns_never(mask_id: int, vocab_size: int, part: int) -> list[slice]:
     """Columns of this part of the vocabulary that are never predicted: the mask, and padding."""
     never = [slice(mask_id, mask_id + 1)] if 0 <= mask_id < part else []
@@ -204,6 +215,6 @@ def _columns_never(mask_id: int, vocab_size: int, part: int) -> list[slice]:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, where total may be of a wider dtype."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, out=total)  # torch does not count the operations of `addmm_`
     else:
         total += a @ b

@@ -92,6 +92,7 @@ class SavedBytes:
     def __exit__(self, *error):
         self._hooks.__exit__(*error)
 
+    @torch.compiler.disable
     def _keep(self, tensor: Tensor) -> "_Kept":
         return _Kept(tensor, self)
 

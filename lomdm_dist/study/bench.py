@@ -26,7 +26,7 @@ from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.ops import compiled
 from lomdm_dist.ops.precision import wide
 from lomdm_dist.parallel.engine import Alone
-from lomdm_dist.study.activations import SavedBytes
+from lomdm_dist.study.activations import SavedBytes, activation_bytes
 from lomdm_dist.train.step import backpropagate, draw_noise
 
 PLAIN = {"kernels.loss": "plain", "kernels.attention": "plain"}
@@ -87,12 +87,16 @@ def bench_step(
     if sequences % 2:
         raise UserError(f"--sequences {sequences} is odd, but each text is masked twice")
     todo = [case for case in cases(device) if only is None or case.name in only]
+    if unknown := set(only or ()) - {case.name for case in todo}:
+        names = ", ".join(repr(case.name) for case in cases(device))
+        raise UserError(f"no row is called {', '.join(map(repr, sorted(unknown)))}; there are {names}")
     models = {name: _model(config, name, device) for name in ("lomdm", "mdlm")}
     seconds = {case.name: [] for case in todo}
     rows, counted = {}, {}
     with tqdm(total=len(todo) * (rounds + 3), desc="bench", disable=None) as bar:
         for number in range(rounds + 3):
-            for case in todo:
+            first = number % len(todo)  # no row is always the one after the largest
+            for case in todo[first:] + todo[:first]:
                 with prepared(case, models[case.objective], config, sequences) as run:
                     if number == 0:
                         counted[case.name] = _count_flops(run)
@@ -108,7 +112,7 @@ def bench_step(
         table.append(Row(case.name, middle, (high - low) / 2, counted[case.name], saved, choice))
     return {
         "rows": [vars(row) for row in table],
-        "floor": floors(config, table, device),
+        "floor": floors(config, table, sequences, device),
         "sequences": sequences,
     }
 
@@ -136,9 +140,12 @@ def prepared(case: Case, model: LoMDM, config: Config, sequences: int):
         compiled.COMPILED_ON.update(before)
 
 
-def floors(config: Config, rows: list[Row], device: torch.device) -> dict:
-    """LoMDM's floating-point operations over MDLM's, as they must be and as these runs had them; the time
-    that they take at the speed of this machine's matrix products.
+def floors(config: Config, rows: list[Row], sequences: int, device: torch.device) -> dict:
+    """What the rows are to be held against.
+
+    ratios   LoMDM's floating-point operations over MDLM's, as they must be and as these runs had them
+    seconds  that a row's operations take at the speed of this machine's matrix products
+    bytes    that autograd has to keep of a row with the usual kernels, by formula
     """
     of = {row.name: row for row in rows}
     pairs = {
@@ -161,6 +168,11 @@ def floors(config: Config, rows: list[Row], device: torch.device) -> dict:
         },
         "matmul_flops_per_second": rate,
         "seconds": {row.name: row.flops / rate for row in rows},
+        "bytes": {
+            case.name: sum(activation_bytes(_changed(config, case, sequences)).values())
+            for case in cases(device)
+            if case.name in of and case.patch is contextlib.nullcontext and not case.changes.keys() & PLAIN
+        },
     }
 
 
@@ -253,8 +265,8 @@ def as_markdown(result: dict) -> str:
     rows, floor = result["rows"], result["floor"]
     own = rows[0]
     lines = [
-        "| | seconds | +- | of lomdm | TFLOP | of the matmul rate | kept, MiB | of lomdm |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | seconds | +- | of lomdm | TFLOP | of the matmul rate | kept, MiB | of lomdm | by formula |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         kept = row["peak_activation_bytes"]
@@ -262,6 +274,8 @@ def as_markdown(result: dict) -> str:
         cells += [f"{row['seconds'] / own['seconds']:.2f}", f"{row['flops'] / 1e12:.3f}"]
         cells += [f"{floor['seconds'][row['name']] / row['seconds']:.0%}"]
         cells += [f"{kept / 2**20:,.0f}", f"{kept / own['peak_activation_bytes']:.2f}"]
+        known = floor["bytes"].get(row["name"])
+        cells += [f"{known / 2**20:,.0f}" if known else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
