@@ -62,7 +62,9 @@ class DeepSpeed:
 
     def backward(self, loss: Tensor, more: bool = False) -> None:
         """ZeRO 0 and 1 reduce once, in the step; 2 and 3, which hold no whole gradient, here, each time."""
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # Not the loss itself: where that is what the model returned, DeepSpeed divides its gradient all the
+        # same, in a hook of its own that runs before it knows of this backward pass.
+        self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
     def drop(self) -> None:
         self.engine.optimizer.zero_grad()
