@@ -306,11 +306,14 @@ def _bench_step(options) -> None:
     from lomdm_dist.study import bench
 
     _positive(options, "sequences", "rounds")
+    if options.plot:
+        bench.check_plot(options.plot)
     config = load_config(options.config, options.overrides)
     result = bench.bench_step(config, options.sequences, options.rounds, _device(), options.rows)
     print(bench.as_markdown(result))
     if options.plot:
         bench.draw(result, options.plot)
+        print(f"drawn: {options.plot}")
     machine.write_result(options.json, result, config.as_dict())
 
 
@@ -561,20 +564,21 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options) -> None:
-    from lomdm_dist.config import load_config
+    from lomdm_dist import machine
+    from lomdm_dist.config import keys_of, load_config
+    from lomdm_dist.study.plan import CHOSEN, plan
+    from lomdm_dist.train.fit import wanted
 
     config = load_config(options.config, options.overrides)
-    from lomdm_dist import machine
-    from lomdm_dist.study.plan import CHOSEN, plan
 
     if options.gpu not in machine.GPUS:
         raise UserError(f"--gpu {options.gpu}: known are {', '.join(machine.GPUS)}")
     if options.gpus < 1:
         raise UserError(f"--gpus {options.gpus}: give 1 or more")
-    given = {override.partition("=")[0] for override in options.overrides}
-    fixed = tuple(key for key in CHOSEN if key in given)
+    said = {key for override in options.overrides for key in keys_of(override)}
+    fixed = tuple(key for key in CHOSEN if key in said - set(wanted(config)))
     chosen = plan(config, options.gpus, machine.GPUS[options.gpu], fixed=fixed)
-    print("\n".join(chosen.lines()))
+    print("\n".join(chosen.lines([o for o in options.overrides if not keys_of(o) <= set(CHOSEN)])))
     machine.write_result(options.json, chosen.as_dict(), chosen.config.as_dict())
 
 

@@ -32,8 +32,15 @@ def _no_bool(value):
     return value
 
 
+def _positive_or_auto(value):
+    if value != "auto" and not (type(value) is int and 0 < value < 2**31):
+        raise ValueError(f"a number of 1 or more is wanted, or auto, got {value!r}")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
+PositiveOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_or_auto)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Rate = Annotated[Number, Field(gt=0, lt=1e3)]
 Share = Annotated[Number, Field(ge=0, lt=1)]
@@ -277,7 +284,7 @@ class TrainConfig(Section):
     run: Path
     steps: Positive
     global_batch: Positive
-    micro_batch: Positive | Literal["auto"]
+    micro_batch: PositiveOrAuto
     two_samples: Literal["split", "joint", "auto"] = "split"
     recompute: Literal["none", "attention", "block", "auto"] = "none"
     offload_activations: Annotated[bool, Field(strict=True)] = False
@@ -603,6 +610,13 @@ def _apply(values: dict, override: str) -> str:
             raise UserError(f"override {override!r}: {key} is a value, not a section")
     values[keys[-1]] = value
     return override
+
+
+def keys_of(override: str) -> set[str]:
+    """The keys that an override sets, `section={key: value}` too."""
+    name, _, text = override.partition("=")
+    value = _read_yaml(text) if "." not in name else None
+    return {f"{name}.{key}" for key in value} if isinstance(value, dict) else {name}
 
 
 def _say_all(problems: list[dict]) -> list[str]:

@@ -68,6 +68,8 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("model.heads=5", "width 96 is not divisible by heads 5"),
         ("model.heads=96", "width / heads = 1 is odd"),
         ("model.mask_id=512", "mask_id 512 is outside vocab_size 512"),
+        ("train.micro_batch=0", "train.micro_batch: a number of 1 or more is wanted, or auto, got 0"),
+        ("train.micro_batch=some", "a number of 1 or more is wanted, or auto, got 'some'"),
         ("train.micro_batch=3", "global_batch 16 is not a multiple of micro_batch 3"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
         ("train.precision=bf15", "train.precision: input should be 'bf16' or 'fp32', got 'bf15'"),

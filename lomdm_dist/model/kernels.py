@@ -19,8 +19,8 @@ def choose_kernels(model: LoMDM, config: Config, device: torch.device) -> str:
         backbone.kernel = choose_attention(wanted.attention, device, dtype)
     except ValueError as error:
         raise UserError(f"kernels.attention {wanted.attention}: {error}") from None
-    if wanted.compile != "auto":
-        (COMPILED_ON.add if wanted.compile == "on" else COMPILED_ON.discard)(device.type)
+    compile_it = device.type == "cuda" if wanted.compile == "auto" else wanted.compile == "on"
+    (COMPILED_ON.add if compile_it else COMPILED_ON.discard)(device.type)
     output, part = backbone.output, -(-config.model.vocab_size // config.parallel.tensor_parallel)
     output.plain = wanted.loss == "plain"
     output.chunk = wanted.loss_chunk or default_chunk(part, device.type)

@@ -70,10 +70,12 @@ class LoMDM(nn.Module):
             return None
         training = self.backbone.training
         self.backbone.eval()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
-            context = self.backbone.context(x.shape, valid, self.documents(x), dropout)
-            features = self.backbone(x, context)
-        self.backbone.train(training)
+        try:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
+                context = self.backbone.context(x.shape, valid, self.documents(x), dropout)
+                features = self.backbone(x, context)
+        finally:  # or a step that is done again, after running out of memory here, has no dropout
+            self.backbone.train(training)
         return self.phi(features, context)
 
     def schedule(self, outputs: Tensor | None, x: Tensor, valid: Tensor | None):

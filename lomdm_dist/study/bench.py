@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import check_writable
 from lomdm_dist.model import LoMDM, backbone
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
@@ -84,6 +85,9 @@ def bench_step(
     """
     if config.objective.name != "lomdm":
         raise UserError(f"bench step compares LoMDM with others: objective.name is {config.objective.name}")
+    if config.parallel.tensor_parallel > 1:
+        ranks = config.parallel.tensor_parallel
+        raise UserError(f"bench step measures one process, but parallel.tensor_parallel is {ranks}")
     if sequences % 2:
         raise UserError(f"--sequences {sequences} is odd, but each text is masked twice")
     todo = [case for case in cases(device) if only is None or case.name in only]
@@ -107,7 +111,8 @@ def bench_step(
                 bar.update()
     table = []
     for case in todo:
-        low, middle, high = statistics.quantiles(seconds[case.name], n=4, method="inclusive")
+        taken = seconds[case.name] * (2 if rounds == 1 else 1)
+        low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
         saved, choice = rows[case.name]
         table.append(Row(case.name, middle, (high - low) / 2, counted[case.name], saved, choice))
     return {
@@ -122,8 +127,8 @@ def prepared(case: Case, model: LoMDM, config: Config, sequences: int):
     """A function that runs a case's forward and backward pass once."""
     config, device = _changed(config, case, sequences), next(model.parameters()).device
     texts = config.train.global_batch
-    x = torch.randint(3, config.model.vocab_size, (texts, config.model.length), device=device)
-    x[x == config.model.mask_id] = 0
+    x = torch.randint(config.model.vocab_size, (texts, config.model.length), device=device)
+    x[x == config.model.mask_id] = (config.model.mask_id + 1) % config.model.vocab_size
     noise = draw_noise(config, 0, torch.arange(texts), device)
     noise.time[:, 0] = (torch.arange(texts) + 0.5) / texts  # so few texts are masked as many are
     before = set(compiled.COMPILED_ON)
@@ -289,12 +294,22 @@ def as_markdown(result: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(result: dict, path: Path) -> None:
-    """Bars of seconds and of kept bytes. Raises UserError without matplotlib."""
+def check_plot(path: Path) -> None:
+    """Raises UserError where a plot cannot be drawn there."""
     try:
-        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UserError("a plot needs matplotlib: pip install matplotlib") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in kinds:
+        raise UserError(f"--plot {path}: the name must end in one of .{', .'.join(sorted(kinds))}")
+    check_writable(path)
+
+
+def draw(result: dict, path: Path) -> None:
+    """Bars of seconds and of kept bytes."""
+    import matplotlib
+
     matplotlib.use("agg")
     from matplotlib import pyplot
 

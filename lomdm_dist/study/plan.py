@@ -87,15 +87,19 @@ class Plan:
             "reasons": self.reasons,
         }
 
-    def lines(self) -> list[str]:
-        """For people."""
+    def lines(self, given: list[str] | tuple = ()) -> list[str]:
+        """For people; `given` are other overrides, which belong to the line that is there to paste."""
         result, seconds = self.as_dict(), self.seconds
         engine = self.config.parallel.engine
-        lines = [f"{self.gpus} x {self.device.name}, {engine}:", f"  {_overrides(self.choice)}", ""]
+        lines = [
+            f"{self.gpus} x {self.device.name}, {engine}:",
+            f"  {' '.join([*given, _overrides(self.choice)])}",
+            "",
+        ]
         parts = [
             f"{name} {size:.2f}" for name, size in result["memory_gib"].items() if size and name != "usable"
         ]
-        lines += [f"GiB a GPU, of {usable_gib(self.device):.1f} to use:", f"  {', '.join(parts)}"]
+        lines += [f"GiB a rank, of {usable_gib(self.device):.1f} to use:", f"  {', '.join(parts)}"]
         if seconds:
             lines += [
                 f"step {seconds.step:.3f} s: compute {seconds.compute:.3f}, update {seconds.update:.3f}, "
@@ -134,7 +138,7 @@ def plan(
     _check(config)
     plans = _plans(config, gpus, device, calibration or Calibration(), fixed)
     if not plans:
-        if fixed:
+        if fixed or config.parallel.shard_group:
             config.accumulation(config.data_parallel(gpus))  # says so where that is why
         raise UserError(_batch_does_not_divide(config, gpus))
     fitting = [p for p in plans if p.fits]
@@ -161,6 +165,9 @@ def calibrate(plan: Plan, measured_seconds: float, measured_bytes: int) -> Calib
     return Calibration(compute, activations)
 
 
+_INSTEAD = "; in training, give train.micro_batch, two_samples and recompute instead of auto"
+
+
 def _check(config: Config) -> None:
     """What is not modelled. UserError."""
     for key, usual in {
@@ -169,9 +176,9 @@ def _check(config: Config) -> None:
         "train.offload_activations": False,
     }.items():
         if _get(config, key) != usual:
-            raise UserError(f"lomdm plan knows {key}={str(usual).lower()} only")
+            raise UserError(f"the planner knows {key}={str(usual).lower()} only{_INSTEAD}")
     if config.kernels.attention == "plain":
-        raise UserError("lomdm plan does not know kernels.attention=plain")
+        raise UserError(f"the planner does not know kernels.attention=plain{_INSTEAD}")
 
 
 def _get(config: Config, key: str):
@@ -277,7 +284,9 @@ def _reasons(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> list[str]
         said += [f"{v}{_compared(_nearest(best, those), best, key)}" for v, those in others.items()]
         reasons.append(f"{name} {value}: " + ("; ".join(said) if said else "there is no other"))
     chunk = chunk_of(best.config, best.device)
-    reasons.append(f"loss_chunk {chunk:,}: rows of logits at a time; more would save little time")
+    reasons.append(
+        f"loss_chunk {chunk:,}: rows of logits at a time, or all there are; more would save little time"
+    )
     return reasons
 
 

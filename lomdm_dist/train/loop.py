@@ -102,6 +102,10 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         run = Run(config, inputs, grid)
         try:
             return run.train(stop, config.train.steps if stop_after is None else stop_after)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(run.say_shortage(run.progress.step, first_line(error))) from error
         finally:
             run.saver.close()  # what was begun is written
             run.batches.close()
@@ -112,7 +116,7 @@ class Run:
     """The parts of one training run, put together."""
 
     def __init__(self, config: Config, inputs: Inputs, grid: Grid):
-        self.asked, self.grid = config, grid
+        self.as_said, self.grid = config, grid
         plan = fit(config, grid) if wanted(config) else None
         config = self.config = plan.config if plan else config
         self.data, self.valid = inputs.train, inputs.valid
@@ -153,10 +157,16 @@ class Run:
         """After a try of the plan on the real device, where that has a speed and a memory of its own."""
         if self.grid.device.type == "cuda":
             config, micro = self.config, self.config.train.micro_batch
-            x = torch.zeros(micro, config.model.length, dtype=torch.int64, device=self.grid.device)
+            some_token = int(config.model.mask_id == 0)
+            x = torch.full((micro, config.model.length), some_token, device=self.grid.device)
             noise = draw_noise(config, 0, torch.arange(micro), self.grid.device)
-            seconds, peak = probe(lambda: backpropagate(self.engine, x, None, noise, config, share=0.0))
-            plan = fit(self.asked, self.grid, plan, calibrate(plan, seconds * self.accumulation, peak))
+            try:
+                seconds, peak = probe(lambda: backpropagate(self.engine, x, None, noise, config, share=0.0))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise UserError(self.say_shortage(self.progress.step, first_line(error))) from None
+            plan = fit(self.as_said, self.grid, plan, calibrate(plan, seconds * self.accumulation, peak))
             self.config = plan.config
             self.kernels = choose_kernels(self.engine.module, self.config, self.grid.device)
             self.micro_batch = self.config.train.micro_batch
@@ -195,7 +205,6 @@ class Run:
     def step(self, step: int, stop: StopRequest) -> dict[str, float]:
         """One optimiser step over the global batch; returns sums over all ranks."""
         set_learning_rates(self.engine.optimizer, learning_rates(self.config.optim, step))
-        self.engine.module.train()
         rows = self._rows()
         sums = self._backpropagate(step, rows)
         self.gradient_norm = self.engine.step()
@@ -206,7 +215,7 @@ class Run:
     def _backpropagate(self, step: int, rows: Rows) -> StepSums:
         """The gradients of a step. If a rank runs out of memory, all begin again with smaller micro-batches.
 
-        The noise is that of each sequence, so the result is the same.
+        The noise (but for native dropout) is that of each sequence, so the result is the same.
         """
         while True:
             shortage = None
@@ -215,9 +224,11 @@ class Run:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                shortage = f"{error}".splitlines()[0]
-            if shortage and not self.engine.local:  # the others wait for it, in the middle of something
-                raise UserError(self._say_shortage(step, shortage))
+                shortage = first_line(error)
+            if (
+                shortage is not None and not self.engine.local
+            ):  # the others wait for it, in the middle of something
+                raise UserError(self.say_shortage(step, shortage))
             if not self.engine.local or self.grid.all_agree(shortage is None):
                 return sums
             self._shrink(step, shortage)
@@ -225,6 +236,7 @@ class Run:
     def _micro_batches(self, step: int, rows: Rows) -> StepSums:
         config, micro, device = self.config, self.micro_batch, self.grid.device
         self._seed_native_dropout(step)
+        self.engine.module.train()
         sums, count = StepSums(), len(rows.ids) // micro
         for k in range(count):
             first = self.grid.data_rank * len(rows.ids) + k * micro
@@ -235,9 +247,9 @@ class Run:
 
     def _shrink(self, step: int, shortage: str | None) -> None:
         """Go on with the next smaller micro-batch."""
-        short = [rank for rank, said in enumerate(self.grid.gather(shortage)) if said]
+        short = [rank for rank, said in enumerate(self.grid.gather(shortage)) if said is not None]
         if self.micro_batch == 1:
-            raise UserError(self._say_shortage(step, shortage or f"rank {short[0]} said so"))
+            raise UserError(self.say_shortage(step, shortage or f"rank {short[0]} said so"))
         self.engine.drop()
         gc.collect()
         if self.grid.device.type == "cuda":
@@ -249,7 +261,7 @@ class Run:
             f"with micro-batch {self.micro_batch}, and so are the next; it was {before}"
         )
 
-    def _say_shortage(self, step: int, shortage: str) -> str:
+    def say_shortage(self, step: int, shortage: str) -> str:
         train = self.config.train
         ways = ["train.micro_batch=" + str(largest_divisor(self.micro_batch))] if self.micro_batch > 1 else []
         ways += ["train.two_samples=split"] if train.two_samples == "joint" else []
@@ -393,10 +405,15 @@ class Run:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "can't allocate memory" in str(error)  # what torch says of the host's
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # of the host; of CUDA, where another than torch's allocator asked; of cuBLAS
+    texts = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return any(text in str(error) for text in texts)
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def largest_divisor(number: int) -> int:

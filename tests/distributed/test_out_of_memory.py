@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lomdm_dist.train.loop import is_out_of_memory, largest_divisor
+from lomdm_dist.train.loop import first_line, is_out_of_memory, largest_divisor
 from tests.distributed import grids
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import curve
@@ -31,6 +31,12 @@ def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str 
             if within == "forward":
                 real(engine, x, valid, noise, config, share)
                 short()
+            if within == "order":  # the feature pass of phi, which switches dropout off for itself
+                handle = engine.module.backbone.blocks[1].register_forward_pre_hook(short)
+                try:
+                    return real(engine, x, valid, noise, config, share)
+                finally:
+                    handle.remove()
             handle = engine.module.backbone.blocks[0].attention_out.weight.register_hook(short)
             try:
                 return real(engine, x, valid, noise, config, share)
@@ -59,7 +65,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "within"), [("ZeRO 0", "backward"), ("ZeRO 1", "forward"), ("ZeRO 1, bf16", "backward")]
+    ("engine", "within"), [("ZeRO 0", "order"), ("ZeRO 1", "forward"), ("ZeRO 1, bf16", "backward")]
 )
 def test_the_step_is_done_again_with_half_the_micro_batch(engine, within, base, tmp_path):
     options = [*base, "train.steps=8", "train.global_batch=32", "train.micro_batch=4", "model.dropout=0.1"]
@@ -103,6 +109,8 @@ def test_what_is_taken_for_a_shortage():
         torch.empty(2**60)
     except RuntimeError as error:
         assert is_out_of_memory(error)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert first_line(MemoryError()) == "MemoryError" and first_line(RuntimeError("a\nb")) == "a"
     assert not is_out_of_memory(RuntimeError("shapes differ"))
     assert [largest_divisor(n) for n in (2, 3, 8, 9, 12)] == [1, 1, 4, 3, 6]

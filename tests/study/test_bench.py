@@ -62,12 +62,19 @@ def test_the_floors_of_the_paper_s_model():
         (["--rows", "nothing"], "no row is called 'nothing'; there are 'lomdm', 'lomdm, joint'"),
         (["objective={name: mdlm}"], "objective.name is mdlm"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
+        (["--plot", "step.foo"], "--plot step.foo: the name must end in one of .avif"),
+        (["model.heads=2", "parallel.tensor_parallel=2"], "parallel.tensor_parallel is 2"),
     ],
 )
 def test_mistakes_are_one_line(more, said, capsys):
     with pytest.raises(SystemExit) as status:
         bench(*more)
     assert status.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_one_round_has_no_spread(tmp_path):
+    bench("--sequences", "2", "--rounds", "1", "--rows", "mdlm", "--json", str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["spread"] == 0
 
 
 def test_each_case_changes_one_thing():

@@ -205,6 +205,35 @@ def test_predicted_speed_is_near_what_others_publish(name):
     assert mfu == pytest.approx(published, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (["train.micro_batch=auto", "train.recompute=auto"], {}),
+        (["parallel={tensor_parallel: 2, zero_stage: 2}"], {"parallel.tensor_parallel": 2}),
+        (["train.micro_batch=8"], {"train.micro_batch": 8}),
+    ],
+)
+def test_what_the_command_is_told(said, kept, tmp_path, capsys):
+    """`auto` is for the planner to choose, a whole section is as good as its keys."""
+    main(
+        ["plan", "--config", str(CONFIGS / "1b.yaml"), "--gpus", "8", *said, "--json", str(tmp_path / "out")]
+    )
+    choice = json.loads((tmp_path / "out").read_text())["choice"]
+    assert choice == choice | kept and "auto" not in choice.values()
+
+
+def test_other_overrides_belong_to_the_line_to_paste(capsys):
+    more = ["parallel.engine=fsdp2", "parallel.zero_stage=3", "train.global_batch=1024"]
+    main(["plan", "--config", str(CONFIGS / "1b.yaml"), "--gpus", "8", *more])
+    line = capsys.readouterr().out.splitlines()[1]
+    assert all(override in line.split() for override in more)
+
+
+def test_a_shard_group_that_does_not_divide_is_said_so():
+    with pytest.raises(UserError, match="do not form groups of parallel.shard_group 3"):
+        plan(config("1b", "parallel={engine: fsdp2, zero_stage: 3, shard_group: 3}"), 8, H100)
+
+
 def test_memory_is_in_bytes():
     chosen = plan(config("1b"), 8, H100)
     assert chosen.total_gib * GIB == sum(chosen.memory.values())
