@@ -375,8 +375,9 @@ class Run:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
         self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
+        batch = 4 * self.micro_batch  # nothing is kept for a backward pass
         bound = estimate_bound(
-            self.engine, self.valid, self.config, np.arange(count), batch=self.micro_batch, grid=self.grid
+            self.engine, self.valid, self.config, np.arange(count), batch=batch, grid=self.grid
         )
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")

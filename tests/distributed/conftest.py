@@ -3,6 +3,7 @@ import pytest
 MODEL = ["model.width=32", "model.blocks=2", "model.heads=2", "model.length=16", "model.vocab_size=300"]
 FAST = [
     "train.log_every=1",
+    "train.two_samples=split",
     "train.valid_every=0",
     "optim.heads_learning_rate=5e-3",
     "optim.warmup_steps=3",
