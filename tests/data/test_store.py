@@ -126,11 +126,7 @@ def test_parallel_fetches_wait_for_room(folder, tmp_path):
 
     def look():
         while not done.is_set():
-            sizes = {}  # by file: one that is renamed meanwhile may be listed under both names
-            for path in (tmp_path / "cache/shards").iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    sizes[path.stat().st_ino] = path.stat().st_size
-            peak.append(sum(sizes.values()))
+            peak.append(sum(store._size(p) for p in (tmp_path / "cache/shards").iterdir()))
 
     watcher = threading.Thread(target=look)
     watcher.start()
