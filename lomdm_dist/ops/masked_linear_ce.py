@@ -95,7 +95,8 @@ class _MaskedLinearCE(torch.autograd.Function):
         group, _, with_gradient = how
         first = 0 if group is None else dist.get_rank(group) * len(weight)
         never = _columns_never(mask_id - first, vocab_size - first, len(weight))
-        known = None if values is None else _part(wide(values), first, len(weight))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        known = None if values is None else _part(values.to(dtype), first, len(weight))
         rows = targets - first, weights, value_weights
         ce, expected, *gradients, of_known = _over_chunks(hidden, weight, bias, *rows, known, never, *how)
 

@@ -193,7 +193,8 @@ def _changed(config: Config, case: Case, sequences: int) -> Config:
     chosen = objective.model_dump() if case.objective == "lomdm" else {"name": case.objective} | timed
     values = config.model_dump() | {"objective": chosen}
     texts = sequences // 2 if case.objective == "lomdm" else sequences
-    for key, value in {"train.global_batch": texts, "train.micro_batch": texts, **case.changes}.items():
+    usual = {"train.global_batch": texts, "train.micro_batch": texts, "train.two_samples": "split"}
+    for key, value in (usual | case.changes).items():
         section, name = key.split(".")
         values[section] = values[section] | {name: value}
     return Config.model_validate(values)
