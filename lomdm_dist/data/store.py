@@ -30,6 +30,7 @@ from lomdm_dist.files import write_atomically
 
 PIPE, PLACE = "pipe:", "{}"
 TRIES = 5
+ROOM = "room.lock"  # of the cache: held while its contents are counted or change their names
 SECONDS_BETWEEN = 1.0  # the first two tries; then twice as long each time
 SECONDS_TO_CONNECT, SECONDS_OF_SILENCE = 20, 60
 BLOCK = 2**20
@@ -260,7 +261,8 @@ def _cached(access: Access, sha256: str, size: int, fetch) -> BinaryIO:
                 copy.flush()
                 os.fsync(copy.fileno())
             file = open(partial, "rb")  # noqa: SIM115
-            partial.rename(path)
+            with _locked(path.with_name(ROOM)):  # or who counts meanwhile counts it under both names
+                partial.rename(path)
             return file
         finally:
             partial.unlink(missing_ok=True)
@@ -286,7 +288,7 @@ def _reserve(access: Access, size: int, copy: BinaryIO) -> bool:
             f"data.cache_gib {access.cache_bytes / 2**30:.3g} is less than one shard ({size / 2**30:.3g} GiB)"
         )
     folder = access.folder / "shards"
-    with _locked(folder / "room.lock"):
+    with _locked(folder / ROOM):
         for partial in folder.glob("*.partial"):
             if partial.name != Path(copy.name).name and _is_free(partial.with_suffix(".lock")):
                 partial.unlink(missing_ok=True)  # of a process that was killed
