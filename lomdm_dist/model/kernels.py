@@ -21,12 +21,17 @@ def choose_kernels(model: LoMDM, config: Config, device: torch.device) -> str:
         raise UserError(f"kernels.attention {wanted.attention}: {error}") from None
     compile_it = device.type == "cuda" if wanted.compile == "auto" else wanted.compile == "on"
     (COMPILED_ON.add if compile_it else COMPILED_ON.discard)(device.type)
-    output, part = backbone.output, -(-config.model.vocab_size // config.parallel.tensor_parallel)
-    output.plain = wanted.loss == "plain"
-    output.chunk = wanted.loss_chunk or default_chunk(part, device.type)
+    output = backbone.output
+    output.plain, output.chunk = wanted.loss == "plain", loss_chunk(config, device.type)
     for block in model.modules():
         if isinstance(block, Block):
             block.recompute, block.offload = config.train.recompute, config.train.offload_activations
     loss = "plain" if output.plain else f"fused, {output.chunk:,} rows at a time"
     pointwise = "compiled" if device.type in COMPILED_ON else "eager"
     return f"attention {backbone.kernel}; loss {loss}; pointwise {pointwise}"
+
+
+def loss_chunk(config: Config, device_type: str) -> int:
+    """Rows of logits that the fused loss has in memory at a time."""
+    part = -(-config.model.vocab_size // config.parallel.tensor_parallel)
+    return config.kernels.loss_chunk or default_chunk(part, device_type)

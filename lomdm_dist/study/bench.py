@@ -160,7 +160,7 @@ def floors(config: Config, rows: list[Row], sequences: int, device: torch.device
         "lomdm, all logits / mdlm, all logits": ("lomdm, all logits", "mdlm, all logits"),
     }
     pairs = {name: both for name, both in pairs.items() if set(both) <= set(of)}
-    expected = {name: _model_flops(config, name) for names in pairs.values() for name in names}
+    expected = {case.name: _model_flops(config, case) for case in cases(device) if case.name in of}
     rate = _matmul_rate(config, device)
     return {
         "ratios": {
@@ -200,18 +200,11 @@ def _changed(config: Config, case: Case, sequences: int) -> Config:
     return Config.model_validate(values)
 
 
-def _model_flops(config: Config, name: str) -> float:
+def _model_flops(config: Config, case: Case) -> float:
     """Of one masked sequence through the denoiser: what it needs, expected over the masks."""
-    case = Case(
-        name,
-        name.split(",")[0],
-        {"kernels.loss": "plain"} if "all logits" in name or "no trick" in name else {},
-    )
     changed = _changed(config, case, 2)
-    return (
-        step_flops_a_sequence(changed, every_position=changed.kernels.loss == "plain")
-        / changed.objective.samples
-    )
+    flops = step_flops_a_sequence(changed, every_position=changed.kernels.loss == "plain")
+    return flops / changed.objective.samples
 
 
 def _count_flops(run) -> int:

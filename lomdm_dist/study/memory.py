@@ -8,7 +8,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.machine import Device
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.backbone import MLP_RATIO
-from lomdm_dist.ops.masked_linear_ce import default_chunk
+from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.activations import activation_bytes
 
@@ -59,12 +59,6 @@ def network_bytes(config: Config) -> int:
     return 2 if config.train.precision == "bf16" else 4
 
 
-def chunk_of(config: Config, device: Device) -> int:
-    """Rows of logits that the fused loss has in memory at a time."""
-    part = -(-config.model.vocab_size // config.parallel.tensor_parallel)
-    return config.kernels.loss_chunk or default_chunk(part, device.type)
-
-
 def memory(config: Config, parameters: Parameters, device: Device, data_parallel: int) -> dict[str, int]:
     """Bytes of one rank at the peak of a step, by part.
 
@@ -76,7 +70,7 @@ def memory(config: Config, parameters: Parameters, device: Device, data_parallel
     """
     parts = _states(config, parameters, data_parallel)
     parts["activations"] = sum(activation_bytes(config, share=1.0).values())
-    parts["loss_chunk"] = _loss_chunk(config, chunk_of(config, device))
+    parts["loss_chunk"] = _loss_chunk(config, loss_chunk(config, device.type))
     parts["backward"] = max(0, _flowing(config) - parts["loss_chunk"])
     working = parts["activations"] + parts["loss_chunk"] + parts["backward"]
     copied = config.parallel.engine == "deepspeed" and config.parallel.zero_stage in (1, 2)

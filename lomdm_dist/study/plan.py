@@ -14,7 +14,8 @@ from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError
 from lomdm_dist.machine import Device, known_gpu
 from lomdm_dist.model.flops import step_flops_a_sequence
-from lomdm_dist.study.memory import Parameters, chunk_of, memory
+from lomdm_dist.model.kernels import loss_chunk
+from lomdm_dist.study.memory import Parameters, memory
 from lomdm_dist.study.roofline import Seconds, step_seconds
 
 GIB = 2**30
@@ -60,7 +61,7 @@ class Plan:
 
     @property
     def choice(self) -> dict[str, int | str]:
-        return {key: _get(self.config, key) for key in CHOSEN}
+        return {key: value_of(self.config, key) for key in CHOSEN}
 
     @property
     def data_parallel(self) -> int:
@@ -82,7 +83,7 @@ class Plan:
             "mfu": mfu,
             "seconds": seconds and vars(seconds),
             "memory_gib": parts | {"total": self.total_gib, "usable": usable_gib(self.device)},
-            "choice": self.choice | {"kernels.loss_chunk": chunk_of(self.config, self.device)},
+            "choice": self.choice | {"kernels.loss_chunk": loss_chunk(self.config, self.device.type)},
             "accumulation": self.config.accumulation(self.data_parallel),
             "reasons": self.reasons,
         }
@@ -175,13 +176,14 @@ def _check(config: Config) -> None:
         "parallel.offload": False,
         "train.offload_activations": False,
     }.items():
-        if _get(config, key) != usual:
+        if value_of(config, key) != usual:
             raise UserError(f"the planner knows {key}={str(usual).lower()} only{_INSTEAD}")
     if config.kernels.attention == "plain":
         raise UserError(f"the planner does not know kernels.attention=plain{_INSTEAD}")
 
 
-def _get(config: Config, key: str):
+def value_of(config: Config, key: str):
+    """Of `section.key`."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
@@ -204,7 +206,7 @@ def _plans(config: Config, gpus: int, device: Device, calibration: Calibration, 
             "parallel.tensor_parallel": [tensor],
         }
         for key in fixed:
-            options[key] = [value for value in options[key] if value == _get(config, key)]
+            options[key] = [value for value in options[key] if value == value_of(config, key)]
         for values in itertools.product(*options.values()):
             candidate = _changed(config, dict(zip(options, values, strict=True)))
             plans.append(_count(candidate, parameters, gpus, device, calibration))
@@ -283,7 +285,7 @@ def _reasons(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> list[str]
                 said = ["all that a rank has"]
         said += [f"{v}{_compared(_nearest(best, those), best, key)}" for v, those in others.items()]
         reasons.append(f"{name} {value}: " + ("; ".join(said) if said else "there is no other"))
-    chunk = chunk_of(best.config, best.device)
+    chunk = loss_chunk(best.config, best.device.type)
     reasons.append(
         f"loss_chunk {chunk:,}: rows of logits at a time, or all there are; more would save little time"
     )

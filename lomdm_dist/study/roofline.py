@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from lomdm_dist.config import Config
 from lomdm_dist.machine import Device
 from lomdm_dist.model.flops import predicted_share
+from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
-from lomdm_dist.study.memory import Parameters, chunk_of, network_bytes
+from lomdm_dist.study.memory import Parameters, network_bytes
 
 MATMUL = 0.66  # of the peak, that large bf16 matrix products reach
 HALF_WIDTH, HALF_ROWS = 384, 512  # where small matrices reach half of that
@@ -112,7 +113,7 @@ def _loss(config: Config, gpu: Device, tokens: int) -> float:
     """Three products a chunk; logits are read and written a few times, the weights' gradient is added up."""
     model, ranks = config.model, config.parallel.tensor_parallel
     rows, part = predicted_share(config.objective) * tokens, model.vocab_size / ranks
-    chunk = min(rows, chunk_of(config, gpu))
+    chunk = min(rows, loss_chunk(config, gpu.type))
     products = 6 * model.width * part * rows * _cost(config, gpu, model.width, chunk)
     moved = 16 * part * rows + 12 * part * model.width * max(1.0, rows / chunk)
     return products + moved / (gpu.bandwidth * BANDWIDTH)

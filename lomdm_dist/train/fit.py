@@ -8,13 +8,12 @@ import torch
 
 from lomdm_dist.config import Config
 from lomdm_dist.parallel.grid import Grid, place_on_machine
-from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, device_here, plan
+from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, device_here, plan, value_of
 
 
 def wanted(config: Config) -> list[str]:
     """The keys that are left to the planner."""
-    values = config.as_dict()
-    return [key for key in CHOSEN if _value(values, key) == "auto"]
+    return [key for key in CHOSEN if value_of(config, key) == "auto"]
 
 
 def fit(
@@ -43,8 +42,3 @@ def probe(run_one: Callable[[], None]) -> tuple[float, int]:
     run_one()
     torch.cuda.synchronize()
     return time.perf_counter() - start, torch.cuda.max_memory_allocated()
-
-
-def _value(values: dict, key: str):
-    section, name = key.split(".")
-    return values[section][name]

@@ -225,11 +225,11 @@ class Run:
                 if not is_out_of_memory(error):
                     raise
                 shortage = first_line(error)
-            if (
-                shortage is not None and not self.engine.local
-            ):  # the others wait for it, in the middle of something
-                raise UserError(self.say_shortage(step, shortage))
-            if not self.engine.local or self.grid.all_agree(shortage is None):
+            if not self.engine.local:
+                if shortage is None:
+                    return sums
+                raise UserError(self.say_shortage(step, shortage))  # others wait, in the middle of something
+            if self.grid.all_agree(shortage is None):
                 return sums
             self._shrink(step, shortage)
 
