@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 from lomdm_dist import __version__
-from lomdm_dist.errors import StoppedOnRequest, UserError
+from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.files import check_writable
 
-FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
 SECONDS_AFTER_THE_FIRST = 5
 PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
 TEXT_FORMS = "your texts: .txt, .jsonl, .parquet (also .gz, .zst, .bz2), .tar of texts, hf:NAME"
@@ -48,6 +47,10 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
         mistake = isinstance(error, UserError)
         _say(f"error: {error}" if mistake else f"error: {error} (--debug shows where)")
         sys.exit(MISTAKE if mistake else FAILED)
+    except RunFailed as error:
+        if str(error):
+            _say(f"error: {error}")
+        sys.exit(error.status)
     except StoppedOnRequest:
         sys.exit(REQUEUE)
     except KeyboardInterrupt:

@@ -399,6 +399,30 @@ class KernelsConfig(Section):
     compile: Literal["auto", "on", "off"] = "auto"
 
 
+class FaultsConfig(Section):
+    """What a run does when something goes wrong; all that is counted stands in the metrics.
+
+    on_nonfinite        when a loss or a gradient is no number. skip: leave the update out, and stop after
+                        `nonfinite_in_a_row` such steps; stop: at once; rollback: as skip, but then go on
+                        from the last checkpoint, with the data after those of the bad steps
+    on_failed_save      continue: training goes on, the next save may succeed; stop: end, with status 2
+    lost_seconds        a rank without a sign of life for so long is lost, and all end
+    slow_factor         of a step that takes so many times the median, say what each rank did
+    hang_factor, hang_seconds  a rank that stands still for so many times the median step, and at least so
+                        long, ends the run; where each stands is written in RUN/stacks
+    table_every         steps between tables of the slowest ranks; 0: none
+    """
+
+    on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"
+    nonfinite_in_a_row: Positive = 3
+    on_failed_save: Literal["continue", "stop"] = "continue"
+    lost_seconds: Annotated[Number, Field(ge=5, le=1e5)] = 30.0
+    slow_factor: Annotated[Number, Field(gt=1, le=1e6)] = 5.0
+    hang_factor: Annotated[Number, Field(gt=1, le=1e6)] = 30.0
+    hang_seconds: Annotated[Number, Field(ge=1, le=1e6)] = 600.0
+    table_every: NonNegative = 1000
+
+
 class WandbConfig(Section):
     """`online` falls back to offline where there is no key. metrics.jsonl is written always."""
 
@@ -417,6 +441,7 @@ class Config(Section):
     sampler: SamplerConfig = SamplerConfig()
     parallel: ParallelConfig = ParallelConfig()
     kernels: KernelsConfig = KernelsConfig()
+    faults: FaultsConfig = FaultsConfig()
     wandb: WandbConfig = WandbConfig()
 
     @model_validator(mode="after")

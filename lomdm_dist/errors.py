@@ -1,9 +1,19 @@
-"""The one exception that means: the user can mend this."""
+"""What a command can end with, besides an error of our own, and the exit statuses."""
+
+FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
 
 
 class UserError(Exception):
-    """What was wrong, where, and what to do, in one line. The command line prints it and exits 2."""
+    """The user can mend this: what was wrong, where, and what to do, in one line. Status 2."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and nobody made a mistake: said in one line, or already (empty). Status 1."""
+
+    def __init__(self, text: str, status: int = FAILED):
+        super().__init__(text)
+        self.status = status
 
 
 class StoppedOnRequest(Exception):
-    """Training was asked to stop and has saved its state. The command line exits 75 (requeue)."""
+    """Training was asked to stop and has saved its state. Status 75: start it again."""

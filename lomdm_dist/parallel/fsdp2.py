@@ -63,14 +63,15 @@ class Fsdp2:
         self.module.set_requires_gradient_sync(not more)
         loss.backward()
 
-    def step(self) -> float:
+    def step(self, good: bool = True) -> float:
         gradients = [
             (p.grad.to_local(), self.layouts[name].dim is not None)
             for name, p in self.module.named_parameters()
             if p.grad is not None
         ]
         norm = clip_gradients(gradients, self.clip, self.grid, self.shards)
-        self.optimizer.step()
+        if good and math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 

@@ -11,12 +11,16 @@ import os
 import socket
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import RunFailed, UserError
+
+JOIN = timedelta(minutes=10)  # for the processes to find each other, and at most for a collective
+SAVE = timedelta(days=1)  # a disk may be slow; that a peer is lost is found in another way (watch.py)
 
 
 def world_size() -> int:
@@ -131,7 +135,16 @@ def process_grid(tensor_parallel: int = 1):
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", None, JOIN, device_id=device if on_gpu else None
+        )
+    except dist.DistError as error:
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        raise RunFailed(
+            f"the {world_size()} processes of this job did not find each other at {host}:{port} within "
+            f"{JOIN}: is one of them missing, or a firewall in between? ({str(error).splitlines()[0]})"
+        ) from None
     try:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
         names = _DeepSpeedNames(parallel_state)
@@ -142,7 +155,7 @@ def process_grid(tensor_parallel: int = 1):
             names.get_tensor_model_parallel_world_size(),
             device,
             names,
-            dist.new_group(backend="gloo"),
+            dist.new_group(backend="gloo", timeout=SAVE),
             dist.new_group(backend="gloo"),
         )
     finally:

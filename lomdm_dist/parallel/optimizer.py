@@ -1,5 +1,7 @@
 """What both engines share: AdamW's state, and the norm that the gradient is clipped by."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +28,25 @@ def set_update_count(optimizer: torch.optim.AdamW, updates: int) -> None:
     """Set AdamW's step counter, which corrects the bias of the moments."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)
+
+
+def leave_out_bad_steps(optimizer: torch.optim.AdamW, is_bad: Callable[[], bool]) -> None:
+    """`optimizer.step` then does nothing where `is_bad()`: weights, moments and counters stay."""
+    kept = []
+
+    def empty(optimizer, *_):
+        if is_bad():
+            for group in optimizer.param_groups:
+                kept.append((group, group["params"]))
+                group["params"] = []
+
+    def refill(*_):
+        for group, parameters in kept:
+            group["params"] = parameters
+        kept.clear()
+
+    optimizer.register_step_pre_hook(empty)
+    optimizer.register_step_post_hook(refill)
 
 
 def clip_gradients(gradients: list[tuple[Tensor, bool]], clip: float, grid: Grid, shards=None) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lomdm_dist.config import Config
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
+from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, leave_out_bad_steps, new_state
 
 REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by default of 2 GB
 
@@ -54,6 +55,7 @@ class DeepSpeed:
         self.optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         if self.stage == 0:
             self.optimizer.register_step_pre_hook(self._clip)
+        leave_out_bad_steps(self.optimizer, lambda: not (self.good and math.isfinite(self._norm())))
         self._make_moments()
         self.pieces = list(self._pieces())
 
@@ -69,14 +71,19 @@ class DeepSpeed:
     def drop(self) -> None:
         self.engine.optimizer.zero_grad()
 
-    def step(self) -> float:
+    def step(self, good: bool = True) -> float:
+        self.good = good
         self.engine.step()
         if self.stage == 3:
             # By itself it writes in the first backward pass of a step over what the step before has left,
             # and adds in later ones: wrong for a parameter that the first does not reach.
             self.engine.optimizer.grad_partitions_flat_buffer.zero_()
             self.engine.optimizer.micro_step_id = 1
-        return float(self.engine.get_global_grad_norm()) if self.stage > 0 else self.norm
+        return self._norm()
+
+    def _norm(self) -> float:
+        """Of the gradient that is applied now, or was last; inf where it is no number, under ZeRO."""
+        return float(self.engine.optimizer._global_grad_norm) if self.stage > 0 else self.norm
 
     def _clip(self, *_) -> None:
         """ZeRO 0, when gradients are reduced: DeepSpeed knows no norm then."""
@@ -100,6 +107,9 @@ class DeepSpeed:
             parameters = dict(self.module.named_parameters())
             for piece in self.pieces:
                 parameters[piece.name].ds_tensor.data[: len(piece.master)].copy_(piece.master)
+            whole = self.engine.optimizer.persistent_parameters  # small ones, which stay gathered
+            if whole:
+                whole[0].partition(whole)
 
     def _masters(self) -> list[Tensor]:
         """The tensors that AdamW updates: flat float32 partitions under ZeRO, else the parameters."""

@@ -265,7 +265,7 @@ class Checkpoint:
         state = engine_state(engine.pieces, average, flat=self.state.format == 1)
         self.read({name: tensor for name, tensor in state.items() if not name.startswith("raw/")})
         average.updates = self.state.ema_updates
-        set_update_count(engine.optimizer, self.progress.step)
+        set_update_count(engine.optimizer, self.state.ema_updates)  # steps left out are none
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""

@@ -4,80 +4,42 @@ import contextlib
 import gc
 import math
 import os
-import signal
+import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from lomdm_dist import machine
 from lomdm_dist.config import Config
 from lomdm_dist.data.reader import Rows
 from lomdm_dist.data.shards import unpack
-from lomdm_dist.errors import StoppedOnRequest, UserError
+from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
 from lomdm_dist.parallel.optimizer import set_learning_rates
+from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch, first_line
 from lomdm_dist.study.plan import Plan, calibrate
-from lomdm_dist.train.checkpoint import LATEST, DataFacts, Progress
+from lomdm_dist.train.bad_steps import Found, first_bad_gradient, first_bad_weight, say, write
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress
 from lomdm_dist.train.fit import fit, probe, wanted
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
-from lomdm_dist.train.metrics import Reporter, StepSums, memory_gib, step_metrics
+from lomdm_dist.train.metrics import Reporter, StepSums, Stopwatch, memory_gib, probe_speed, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
 from lomdm_dist.train.saver import Saver
 from lomdm_dist.train.step import backpropagate, draw_noise
+from lomdm_dist.train.stop import StopRequest
 
 STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
-
-
-class StopRequest:
-    """Asked by SIGTERM, SIGINT or SIGUSR1, or by the end of the launcher: finish the step, save, exit 75.
-
-    Launchers differ in what they pass on. The one of deepspeed dies of a signal and leaves its
-    workers running, unseen and unstopped; so does torchrun of SIGUSR1, and any of SIGKILL.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
-
-    def __enter__(self):
-        self._signalled = False
-        self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
-        parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
-        self._launchers = [p for p in parents if _is_launcher(p, self.LAUNCHERS)]
-        return self
-
-    def _note(self, *_):
-        self._signalled = True
-
-    @property
-    def asked(self) -> bool:
-        return self._signalled or not all(_alive(launcher) for launcher in self._launchers)
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _is_launcher(process: psutil.Process, names: tuple[str, ...]) -> bool:
-    """A Python process with one of these names in its command; not the shell script that called it."""
-    with contextlib.suppress(psutil.Error):
-        command = " ".join(process.cmdline())
-        return Path(process.exe()).name.startswith("python") and any(name in command for name in names)
-    return False
-
-
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+ROLLBACKS = 3  # to one checkpoint
+SPIKE = 6.0  # times the usual spread above the usual loss
+KNOWN_LOSSES = 100  # steps that say what is usual
 
 
 def train(config: Config, resume: str | None = None, stop_after: int | None = None) -> dict:
@@ -93,21 +55,33 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         return {"steps": start, "loss": None, "tokens": inputs.resumed.progress.tokens, "reused": True}
     if stop_after is not None and stop_after <= start:
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
-    # a signal that comes before the processes have joined ends this one at once: there is nothing to save
+    with running(config, inputs) as run:
+        return run.train(config.train.steps if stop_after is None else stop_after)
+
+
+@contextlib.contextmanager
+def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
+    """A run, all its processes joined; what was begun is written before it is left, whatever happened."""
     tensor_parallel = config.parallel.tensor_parallel
     if tensor_parallel > 1 and config.parallel.engine == "deepspeed":
         # so that Megatron's collectives start before the computation that they overlap with
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with run_lock(config.train.run), process_grid(tensor_parallel) as grid, StopRequest() as stop:
-        run = Run(config, inputs, grid)
+    # a signal that comes before the processes have joined ends this one at once: there is nothing to save
+    with (
+        run_lock(config.train.run),
+        process_grid(tensor_parallel) as grid,
+        StopRequest(config.train.run) as stop,
+        Watch(grid, config.faults, config.train.run) as watch,
+    ):
+        run = Run(config, inputs, grid, stop, watch)
         try:
-            return run.train(stop, config.train.steps if stop_after is None else stop_after)
+            yield run
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise UserError(run.say_shortage(run.progress.step, first_line(error))) from error
         finally:
-            run.saver.close()  # what was begun is written
+            run.saver.close()
             run.batches.close()
             run.reporter.close()
 
@@ -115,24 +89,21 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
 class Run:
     """The parts of one training run, put together."""
 
-    def __init__(self, config: Config, inputs: Inputs, grid: Grid):
-        self.as_said, self.grid = config, grid
+    def __init__(self, config: Config, inputs: Inputs, grid: Grid, stop: StopRequest, watch: Watch):
+        self.as_said, self.grid, self.stop, self.watch = config, grid, stop, watch
         plan = fit(config, grid) if wanted(config) else None
         config = self.config = plan.config if plan else config
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
         self.micro_batch, self.shortages = config.train.micro_batch, 0
+        self.loss = math.nan  # of the last good step
+        self.skipped = self.bad_in_a_row = self.spikes = 0
+        self.rollbacks, self.last_back, self.times_back = 0, None, 0
+        self.losses: deque[float] = deque(maxlen=KNOWN_LOSSES)
         self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
-        share = self.accumulation * config.train.micro_batch
-        self.batches = self.data.stream(
-            self.progress.sequences + grid.data_rank * share,
-            config.train.global_batch,
-            share,
-            config.data.workers,
-            grid.device,
-            self._while_waiting,
-        )
+        self.share = self.accumulation * config.train.micro_batch  # sequences of this rank in a step
+        self.batches = self._stream()
         if grid.first:
             config.save(config.train.run / "config.yaml")
         tokenizer = self.data.first.tokenizer_folder() if grid.first else None
@@ -152,6 +123,22 @@ class Run:
         if plan:
             self._plan_again(plan)
         self.saver = Saver(self.config, self._data_facts(), tokenizer, grid, self.reporter.say)
+
+    def _stream(self) -> Iterator[Rows]:
+        """This rank's part of each global batch from here on."""
+        return self.data.stream(
+            self._position,
+            self.config.train.global_batch,
+            self.share,
+            self.config.data.workers,
+            self.grid.device,
+            self._while_waiting,
+        )
+
+    @property
+    def _position(self) -> int:
+        """In the order of the data, of this rank's part of the next global batch."""
+        return self.progress.sequences + self.grid.data_rank * self.share
 
     def _plan_again(self, plan: Plan) -> None:
         """After a try of the plan on the real device, where that has a speed and a memory of its own."""
@@ -174,43 +161,70 @@ class Run:
         for line in plan.lines():
             self.reporter.say(line)
 
-    def train(self, stop: StopRequest, stop_after: int) -> dict:
-        self.stop = stop
+    def train(self, stop_after: int) -> dict:
         train, reporter = self.config.train, self.reporter
         reporter.say(self._heading())
-        self.clock, self.logged, self.unlogged = time.perf_counter(), self.progress, Counter()
-        self.waited = 0.0  # for data, since the last line
-        sums = {}
-        while (step := self.progress.step) < train.steps:
-            sums = self.step(step, stop)
-            self._count(sums)
-            done, last = step + 1, step + 1 == train.steps
+        self._forget()
+        while self.progress.step < train.steps:
+            good, sums = self.step(self.progress.step)
+            if not good and self._roll_back_if_due():
+                continue
+            done, last = self.progress.step, self.progress.step == train.steps
             if done % train.log_every == 0 or last:
                 self._log()
             aside = time.perf_counter()
             if train.valid_every and (last or done % train.valid_every == 0):
                 self._validate()
-            stopping = not last and (sums["asked"] > 0 or done == stop_after)
-            if stopping or last or done % train.save_every == 0:
+            unsaved = sums["unsaved"] > 0 and self.config.faults.on_failed_save == "stop"
+            stopping = not last and (sums["asked"] > 0 or done == stop_after) and not unsaved
+            if stopping or last or (done % train.save_every == 0 and not unsaved):
                 self.save()
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
-            if stopping or last:
-                self.saver.wait()
+            if stopping or last or unsaved:
+                self._end_together()
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
                 raise StoppedOnRequest
-        loss = sums["bound"] / sums["tokens"]
-        return {"steps": train.steps, "loss": loss, "tokens": self.progress.tokens, "reused": False}
+        return {"steps": train.steps, "loss": self.loss, "tokens": self.progress.tokens, "reused": False}
 
-    def step(self, step: int, stop: StopRequest) -> dict[str, float]:
-        """One optimiser step over the global batch; returns sums over all ranks."""
+    def _forget(self) -> None:
+        """Begin to count for the next line anew."""
+        self.clock, self.logged, self.unlogged = time.perf_counter(), self.progress, Counter()
+        self.waited, self.worked = 0.0, 0.0  # seconds for data, and for this rank's own computation
+
+    def _end_together(self) -> None:
+        """What was begun is written, or a UserError says why not; on all ranks."""
+        self.watch.at(self.progress.step, SAVING)
+        try:
+            self.saver.wait()
+        finally:
+            self.watch.finish()
+
+    def step(self, step: int) -> tuple[bool, dict[str, float]]:
+        """One optimiser step over the global batch: whether its numbers are some, and sums over all ranks."""
+        start, waited = time.perf_counter(), self.waited
         set_learning_rates(self.engine.optimizer, learning_rates(self.config.optim, step))
+        self.watch.at(step + 1, DATA)
         rows = self._rows()
+        self.watch.at(step + 1, PASSES)
+        computing = Stopwatch(self.grid.device)
         sums = self._backpropagate(step, rows)
-        self.gradient_norm = self.engine.step()
-        self.average.update()
-        sums.add({"asked": torch.tensor(stop.asked), "replaced": torch.tensor(rows.replaced)})
-        return sums.reduced(self.grid)
+        work = computing.stop() if self.engine.local else None  # else it has waited for others
+        asked = {"asked": self.stop.asked, "unsaved": self.saver.failed, "replaced": rows.replaced}
+        sums.add({name: torch.tensor(value) for name, value in asked.items()})
+        own, sums = sums.own("bound"), sums.reduced(self.grid)
+        self.watch.at(step + 1, UPDATE)
+        self.gradient_norm = self.engine.step(math.isfinite(sums["bound"]))
+        good = math.isfinite(sums["bound"]) and math.isfinite(self.gradient_norm)
+        if good:
+            self.average.update()
+        else:
+            self._look_into(step, rows, own, sums["bound"])
+        self._count(good, sums)
+        work = work() if work else 0.0
+        self.worked += work
+        self.watch.step_took(step + 1, time.perf_counter() - start, self.waited - waited, work)
+        return good, sums
 
     def _backpropagate(self, step: int, rows: Rows) -> StepSums:
         """The gradients of a step. If a rank runs out of memory, all begin again with smaller micro-batches.
@@ -281,18 +295,92 @@ class Run:
         place = (grid.data_rank, grid.tensor_rank if shares_tokens else 0)
         torch.manual_seed(hash((self.config.train.seed, step, *place)) % 2**63)
 
-    def _count(self, sums: dict[str, float]) -> None:
-        """Move on by one step, unless its numbers are not numbers."""
-        done = self.progress.step + 1
-        for name, value in (("loss", sums["bound"]), ("gradient norm", self.gradient_norm)):
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"the {name} of step {done} is {value}: nothing was saved after it; resume from "
-                    f"{self.config.train.run}/{LATEST} with a smaller learning rate"
+    def _count(self, good: bool, sums: dict[str, float]) -> None:
+        """Move on by one step; of a bad one only its data are counted."""
+        done, sequences = self.progress.step + 1, self.progress.sequences + self.config.train.global_batch
+        tokens = self.progress.tokens + (round(sums["tokens"]) if good else 0)
+        self.progress = Progress(done, sequences, tokens)
+        if good:
+            self.bad_in_a_row = 0
+            self.unlogged.update(sums)
+            self._note_loss(sums["bound"] / sums["tokens"])
+        else:
+            self.bad_in_a_row += 1
+            self.skipped += 1
+
+    def _note_loss(self, loss: float) -> None:
+        """Say it where it jumps."""
+        self.loss = loss
+        if len(self.losses) == KNOWN_LOSSES:
+            usual = statistics.median(self.losses)
+            spread = 1.4826 * statistics.median(abs(other - usual) for other in self.losses)  # of a normal
+            if loss > usual + SPIKE * spread:
+                self.spikes += 1
+                self.reporter.say(
+                    f"the loss of step {self.progress.step} jumps to {loss:.4f}; the median of the "
+                    f"{KNOWN_LOSSES} before it is {usual:.4f}"
                 )
-        sequences = self.progress.sequences + self.config.train.global_batch
-        self.progress = Progress(done, sequences, self.progress.tokens + round(sums["tokens"]))
-        self.unlogged.update(sums)
+        self.losses.append(loss)
+
+    def _look_into(self, step: int, rows: Rows, own: float, loss: float) -> None:
+        """A step was left out, for its loss or gradient is no number: do it again, and say where that began.
+
+        RunFailed where the config says so, on all ranks.
+        """
+        faults = self.config.faults
+        with first_bad_gradient(self.engine.module) as bad:
+            self._micro_batches(step, rows)
+        norm, self.gradient_norm = self.gradient_norm, math.nan
+        self.engine.step(False)
+        weight = first_bad_weight(self.engine.pieces)
+        found = Found(rank(), own, bad[0] if bad else None, weight)
+        if found.bad:
+            try:
+                write(self.config.train.run, step + 1, found, rows, self._position, self.data)
+            except OSError as error:
+                print(f"cannot write down the sequences of step {step + 1}: {error}", flush=True)
+        said = say(step + 1, loss, norm, self.grid.gather(found))
+        times = self.bad_in_a_row + 1
+        if faults.on_nonfinite == "stop" or (
+            faults.on_nonfinite == "skip" and times >= faults.nonfinite_in_a_row
+        ):
+            self.watch.finish()
+            raise RunFailed(
+                f"{said} ({times} in a row); nothing was saved after it: resume from {self.config.train.run}/"
+                f"{LATEST} with a smaller learning rate, or with faults.on_nonfinite=rollback, which goes on "
+                "behind these data"
+            )
+        self.reporter.say(f"left out: {said} ({times} in a row)")
+
+    def _roll_back_if_due(self) -> bool:
+        """After so many bad steps in a row: back to the last checkpoint, and on with the data after them."""
+        faults, run = self.config.faults, self.config.train.run
+        if faults.on_nonfinite != "rollback" or self.bad_in_a_row < faults.nonfinite_in_a_row:
+            return False
+        with contextlib.suppress(UserError):  # said already
+            self.saver.wait()
+        self.grid.all_agree(True)
+        bad = self.progress.step
+        if not (run / LATEST).exists():
+            self.watch.finish()
+            raise RunFailed(f"step {bad} is bad, and there is no checkpoint yet to go back to")
+        checkpoint = Checkpoint(run)
+        back, self.rollbacks = checkpoint.progress, self.rollbacks + 1
+        self.times_back = self.times_back + 1 if back.step == self.last_back else 1
+        self.last_back = back.step
+        if self.times_back > ROLLBACKS:
+            self.watch.finish()
+            raise RunFailed(f"step {bad} is bad after going back to step {back.step} {ROLLBACKS} times")
+        self.engine.fill(partial(checkpoint.load_weights, kind="raw"))
+        checkpoint.load_engine(self.engine, self.average)
+        self.progress = Progress(back.step, self.progress.sequences, back.tokens)
+        self.batches.close()
+        self.batches = self._stream()
+        self.bad_in_a_row = 0
+        self.reporter.go_back(back.step)
+        self.reporter.say(f"rolled back to step {back.step}; the data up to step {bad} are left behind")
+        self._forget()
+        return True
 
     def _log(self) -> None:
         self._gather_bad_shards()
@@ -300,7 +388,12 @@ class Run:
         metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
         self.reporter.progress(metrics, (now - self.clock) / steps, self.config.objective.samples == 2)
-        self.clock, self.logged, self.unlogged, self.waited = now, self.progress, Counter(), 0.0
+        self.watch.mean = (self.waited / steps, self.worked / steps)
+        self._forget()
+        every = self.config.faults.table_every
+        if every and world_size() > 1 and self.progress.step // every > (self.progress.step - steps) // every:
+            self.watch.probe = probe_speed(self.grid.device)
+            self.watch.show_table()
 
     def _rows(self) -> Rows:
         """This rank's part of the next global batch."""
@@ -325,7 +418,7 @@ class Run:
             self.reporter.say(
                 f"stopped on request while waiting for data{saved}; continue with --resume auto"
             )
-            raise StoppedOnRequest
+            raise StoppedOnRequest("stopped on request while waiting for data")
 
     def _metrics(self, seconds: float) -> dict:
         """What is logged: means over the steps since the last log; grad_norm is the last step's."""
@@ -349,6 +442,9 @@ class Run:
             "memory": memory_gib(),
             "micro_batch": self.micro_batch,
             "out_of_memory": self.shortages,
+            "skipped_steps": self.skipped,
+            "rollbacks": self.rollbacks,
+            "loss_spikes": self.spikes,
         }
 
     def _data_metrics(self) -> dict:
@@ -373,6 +469,7 @@ class Run:
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
+        self.watch.at(self.progress.step, VALIDATION)
         self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
         batch = 4 * self.micro_batch  # nothing is kept for a backward pass
@@ -383,6 +480,7 @@ class Run:
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
     def save(self) -> None:
+        self.watch.at(self.progress.step, SAVING)
         self.saver.save(self.engine.pieces, self.average, self.progress)
 
     def _data_facts(self) -> DataFacts:
@@ -411,10 +509,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     # of the host; of CUDA, where another than torch's allocator asked; of cuBLAS
     texts = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
     return any(text in str(error) for text in texts)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def largest_divisor(number: int) -> int:

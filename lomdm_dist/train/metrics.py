@@ -1,9 +1,14 @@
 """What a run reports: a line on the terminal, an object in metrics.jsonl, wandb when asked for."""
 
+import contextlib
 import json
+import math
 import netrc
 import os
 import resource
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +33,10 @@ class StepSums:
         for name, value in stats.items():
             self._sums[name] = self._sums.get(name, 0) + value.double()
 
+    def own(self, name: str) -> float:
+        """What this rank has of a sum."""
+        return float(self._sums[name])
+
     def reduced(self, grid: Grid) -> dict[str, float]:
         vector = torch.stack([value.to(grid.device) for value in self._sums.values()])
         return dict(zip(self._sums, grid.sum(vector).tolist(), strict=True))
@@ -35,7 +44,8 @@ class StepSums:
 
 def step_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Nats a predicted token, and the spread of what drives the REINFORCE term."""
-    tokens, sequences = sums["tokens"], sums["sequences"]
+    tokens, sequences = sums.get("tokens", math.nan), sums.get("sequences", math.nan)  # no good step: null
+    sums = Counter(sums)
     return {
         "loss": sums["bound"] / tokens,
         "main": sums["main"] / tokens,
@@ -54,6 +64,37 @@ def memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+class Stopwatch:
+    """Of what a device computes, without waiting for it; runs from its making."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self._start = self._now()
+
+    def _now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> Callable[[], float]:
+        """What gives the seconds, once the device is known to have come so far."""
+        start, end = self._start, self._now()
+        return lambda: start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
+
+
+def probe_speed(device: torch.device, size: int = 512) -> float:
+    """Seconds of a computation that is the same everywhere: a device that is slow by itself shows."""
+    matrix = torch.full((size, size), 1 / size, device=device)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        (matrix @ matrix).sum().item()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 class Reporter:
     """Writes on the first rank only; on the others every call does nothing."""
 
@@ -62,22 +103,53 @@ class Reporter:
         self._wandb = None
         if not active:
             return
-        path = config.train.run / "metrics.jsonl"
-        _keep_until(path, resumed_at)
-        # written line by line, so that a killed run loses none
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115
+        self.path = config.train.run / "metrics.jsonl"
+        _keep_until(self.path, resumed_at)
+        self._file = self._open()
+        self._unwritten, self._in_trouble = b"", False
         if config.wandb.mode != "disabled":
             self._wandb = _start_wandb(config)
 
+    def _open(self):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return open(self.path, "ab", buffering=0)  # so that a killed run loses no line
+
     def report(self, metrics: dict) -> None:
-        if self.active:
-            self._file.write(to_json(metrics) + "\n")
-            if self._wandb:
+        """On a full disk, or without the folder, training goes on: what cannot be written now is later."""
+        if not self.active:
+            return
+        self._unwritten += to_json(metrics).encode() + b"\n"
+        try:
+            self._write()
+            self._in_trouble = False
+        except OSError as error:
+            if not self._in_trouble:
+                self.say(
+                    f"cannot write {self.path}: {error.strerror}; training goes on, lines wait in memory"
+                )
+            self._in_trouble = True
+        if self._wandb:
+            with contextlib.suppress(Exception):  # a logging service must never end a training run
                 self._wandb.log(metrics, step=metrics["step"])
+
+    def _write(self) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self._file = self._open()
+            self.say(f"{self.path} was deleted: it begins anew")
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def go_back(self, step: int) -> None:
+        """Forget what was reported after a step."""
+        if self.active:
+            self._file.close()
+            _keep_until(self.path, step)
+            self._file = self._open()
 
     def say(self, text: str) -> None:
         if self.active:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a full disk under the log
+                print(text, flush=True)
 
     def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""

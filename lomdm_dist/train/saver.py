@@ -8,6 +8,7 @@ the next may find room again.
 
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -36,6 +37,8 @@ from lomdm_dist.train.checkpoint import (
 )
 from lomdm_dist.train.optim import WeightAverage
 
+PATIENCE = 30.0  # seconds between words about a disk that is slow
+
 warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
 
 
@@ -48,10 +51,17 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last: Future | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last save that has ended on this rank could not be written."""
+        return self._last is not None and self._last.done() and self._last.exception() is not None
+
     def save(self, pieces: list[Piece], average: WeightAverage, progress: Progress) -> None:
         """Begin to save, on all ranks; first waits for the save before this one."""
-        if self._last is not None:
-            wait([self._last])
+        began = time.monotonic()
+        while self._last is not None and wait([self._last], PATIENCE).not_done:
+            waited = time.monotonic() - began
+            self.say(f"the save before this one is not yet written: training has waited for {waited:.0f} s")
         state = engine_state(pieces, average, copy=True)
         self._last = self._thread.submit(self._write, state, progress, average.updates)
 

@@ -9,8 +9,10 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
 
 from tests.distributed.runs import ROOT
 
@@ -23,16 +25,9 @@ def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> 
 
     A failure of one ends all, and is raised with its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(count):
+    context, pipes, processes = _forking(), [], []
+    for place in _places(count):
         ours, theirs = context.Pipe(duplex=False)
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = context.Process(target=_child, args=(place, theirs, function, arguments), daemon=True)
         process.start()
         theirs.close()
@@ -58,6 +53,45 @@ def on_processes(count: int, function, *arguments, seconds: float = SECONDS) -> 
     return results
 
 
+def ends_of(
+    count: int, folder: Path, function, *arguments, seconds: float = SECONDS
+) -> list[tuple[int, str]]:
+    """The same, where some may die: exit status (as the command line's) and output of each, in `folder`."""
+    context = _forking()
+    outputs = [folder / f"output-{rank}.txt" for rank in range(count)]
+    processes = [
+        context.Process(target=_to_the_end, args=(place, output, function, arguments), daemon=True)
+        for place, output in zip(_places(count), outputs, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    texts = [output.read_text() for output in outputs]
+    assert not late, f"ranks {late} did not end in {seconds} seconds: {texts}"
+    return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+def _forking():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _places(count: int) -> list[dict]:
+    """What a launcher tells each rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+
+
 def train(overrides: list[str], stop_after: int | None = None, config="configs/demo.yaml") -> None:
     """A whole run of `lomdm train`, in this process."""
     from lomdm_dist.config import load_config
@@ -68,12 +102,36 @@ def train(overrides: list[str], stop_after: int | None = None, config="configs/d
         train(load_config(ROOT / config, overrides), resume="auto", stop_after=stop_after)
 
 
-def _child(place: dict, pipe, function, arguments) -> None:
+def _begin(place: dict) -> None:
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
+
+
+def _to_the_end(place: dict, output: Path, function, arguments) -> None:
+    from lomdm_dist.errors import MISTAKE, RunFailed, UserError
+
+    _begin(place)
+    with open(output, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status = 0
+    try:
+        function(*arguments)
+    except (UserError, RunFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = MISTAKE if isinstance(error, UserError) else error.status
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _child(place: dict, pipe, function, arguments) -> None:
+    _begin(place)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         outcome = True, function(*arguments)

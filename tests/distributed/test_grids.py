@@ -199,23 +199,14 @@ def saved(tmp_path_factory, base):
 
 def go_on(overrides: list[str], checkpoint: str) -> list[float]:
     """Resume, save at once what was loaded, train on; returns the learning rates that the engine used."""
-    from lomdm_dist.parallel.grid import process_grid
-    from lomdm_dist.train.inputs import open_inputs, run_lock
-    from lomdm_dist.train.loop import Run, StopRequest
+    from lomdm_dist.train.inputs import open_inputs
+    from lomdm_dist.train.loop import running
 
     config = load_config(ROOT / "configs/demo.yaml", overrides)
-    inputs = open_inputs(config, checkpoint)
-    with (
-        run_lock(config.train.run),
-        process_grid(config.parallel.tensor_parallel) as grid,
-        StopRequest() as stop,
-    ):
-        run = Run(config, inputs, grid)
+    with running(config, open_inputs(config, checkpoint)) as run:
         run.save()
         run.saver.wait()
-        run.train(stop, config.train.steps)
-        run.saver.close()
-        run.batches.close()
+        run.train(config.train.steps)
         return [group["lr"] for group in run.engine.optimizer.param_groups]
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from lomdm_dist.train.loop import first_line, is_out_of_memory, largest_divisor
+from lomdm_dist.parallel.watch import first_line
+from lomdm_dist.train.loop import is_out_of_memory, largest_divisor
 from tests.distributed import grids
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import curve
@@ -46,9 +47,9 @@ def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str 
 
     loop_step, real_step = [0], loop.Run.step
 
-    def step(self, number, stop):
+    def step(self, number):
         loop_step[0] = number
-        return real_step(self, number, stop)
+        return real_step(self, number)
 
     loop.backpropagate, loop.Run.step = backpropagate, step
     try:

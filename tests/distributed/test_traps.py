@@ -78,9 +78,8 @@ def reductions_of(overrides: list[str]) -> tuple[set, set]:
     """Dtypes of all that is summed over ranks in a training step and larger than a metric; of the masters."""
     import torch.distributed as dist
 
-    from lomdm_dist.parallel.grid import process_grid
     from lomdm_dist.train.inputs import open_inputs
-    from lomdm_dist.train.loop import Run, StopRequest
+    from lomdm_dist.train.loop import running
 
     reduced = set()
 
@@ -97,13 +96,9 @@ def reductions_of(overrides: list[str]) -> tuple[set, set]:
     names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
     for name in (name for name in names if hasattr(dist, name)):
         setattr(dist, name, noted(getattr(dist, name)))
-    with process_grid() as grid, StopRequest() as stop:
-        run = Run(config, open_inputs(config, None), grid)
-        run.train(stop, config.train.steps)
-        masters = {piece.master.dtype for piece in run.engine.pieces}
-        run.saver.close()
-        run.batches.close()
-        return reduced, masters
+    with running(config, open_inputs(config, None)) as run:
+        run.train(config.train.steps)
+        return reduced, {piece.master.dtype for piece in run.engine.pieces}
 
 
 @pytest.mark.parametrize(

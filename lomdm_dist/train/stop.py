@@ -1,0 +1,68 @@
+"""The request to stop: finish the step, save, end with status 75."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from lomdm_dist.parallel.grid import rank
+from lomdm_dist.parallel.watch import alive
+
+STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
+LOOK_SECONDS = 1.0
+
+
+class StopRequest:
+    """Asked by SIGTERM, SIGINT or SIGUSR1, by the end of the launcher, or by a file RUN/stop.
+
+    Launchers differ in what they pass on. The one of deepspeed dies of a signal and leaves its
+    workers running, unseen and unstopped; so does torchrun of SIGUSR1, and any of SIGKILL.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed")
+
+    def __init__(self, run: Path):
+        self.file = run / STOP if rank() == 0 else None
+
+    def __enter__(self):
+        self._signalled, self._looked = False, 0.0
+        self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
+        parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
+        self._launchers = [p for p in parents if _is_launcher(p, self.LAUNCHERS)]
+        self._remove()  # of an earlier run
+        return self
+
+    def _note(self, *_):
+        self._signalled = True
+
+    @property
+    def asked(self) -> bool:
+        return self._signalled or self._is_there() or not all(alive(launcher) for launcher in self._launchers)
+
+    def _is_there(self) -> bool:
+        if self.file is None or time.monotonic() - self._looked < LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return self.file.exists()
+
+    def _remove(self) -> None:
+        if self.file is not None:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
+
+    def __exit__(self, *_):
+        self._remove()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _is_launcher(process: psutil.Process, names: tuple[str, ...]) -> bool:
+    """A Python process with one of these names in its command; not the shell script that called it."""
+    with contextlib.suppress(psutil.Error):
+        command = " ".join(process.cmdline())
+        return Path(process.exe()).name.startswith("python") and any(name in command for name in names)
+    return False

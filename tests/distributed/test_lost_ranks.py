@@ -1,0 +1,71 @@
+"""A rank that dies, stops, stands still or fails is named by the others, which end; never a hang."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.distributed import grids
+from tests.distributed.grids import ends_of
+from tests.distributed.runs import curve
+
+STEP = 8  # in which it happens
+RANKS = 3
+QUICK = ["faults.lost_seconds=5", "faults.hang_seconds=2", "faults.hang_factor=2"]
+
+
+def a_shard_that_never_comes() -> None:
+    time.sleep(1000)
+
+
+def troubled(overrides: list[str], trouble: str, at_rank: int) -> None:
+    from lomdm_dist.parallel.grid import rank
+    from lomdm_dist.train import loop
+
+    plain = loop.Run._rows
+
+    def rows(run):
+        if rank() == at_rank and run.progress.step == STEP - 1:
+            if trouble == "fails":
+                raise ValueError("the disk said no\nand more")
+            if trouble == "stands still":
+                a_shard_that_never_comes()
+            os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[trouble])
+        return plain(run)
+
+    loop.Run._rows = rows
+    grids.train(overrides)
+
+
+NAME = r"rank {} \(process \d+ on \S+\)"
+SAID = {
+    "dies": NAME + " has died; all end, in step 8; continue with --resume auto",
+    "stops": "no sign of life for 5 s from " + NAME + "; all end, in step 8",
+    "stands still": NAME + r": no progress in data of step 8 for [2-9] s, where a step takes \S+ s "
+    r"\(ranks 0, 2 in the forward and backward passes of step 8\); where each rank stands is written in ",
+    "fails": NAME + " ended: the disk said no; all end",
+}
+CASES = [("dies", 1), ("dies", 0), ("stops", 1), ("stands still", 1), ("fails", 1), ("fails", 0)]
+
+
+@pytest.mark.parametrize(("trouble", "rank"), CASES)
+def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, "train.steps=1000", "train.global_batch=24", "train.micro_batch=4", *QUICK]
+    options += [f"train.run={run}", "model.dropout=0.0"]
+    ends = ends_of(RANKS, tmp_path, troubled, options, trouble, rank, seconds=60)
+    others = [end for number, end in enumerate(ends) if number != rank]
+    assert all(status == 1 for status, _ in others), ends
+    said = "".join(text for _, text in others)
+    if (trouble, rank) != ("fails", 0):  # that one says it itself
+        assert len(re.findall("error: " + SAID[trouble].format(rank), said)) == 1, said
+    assert ends[rank][0] == {"dies": -9, "stops": -9, "stands still": 1, "fails": 1}[trouble]
+    assert max(curve(run)) == STEP - 1
+    if trouble == "fails":
+        assert "ValueError: the disk said no" in ends[rank][1], "with the traceback"
+    if trouble == "stands still":
+        stacks = [(run / f"stacks/rank-{number}.txt").read_text() for number in range(RANKS)]
+        assert "a_shard_that_never_comes" in stacks[1] and "in data of step 8" in stacks[1]
+        assert all("a_shard_that_never_comes" not in stacks[number] for number in (0, 2))
