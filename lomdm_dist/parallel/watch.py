@@ -251,10 +251,12 @@ class Watch:
                     self._signal(number, signal.SIGUSR2)
                 self._declare(Verdict(f"no sign of life for {limit:g} s from {names}"))
             if now - self._contact > limit:
+                here = platform.node()
+                between = f"between it and {here} is" if self.places[0][2] != here else f"of {here} is down"
                 self._declare(
                     Verdict(
-                        f"no contact with {self.name(0)} for {limit:g} s: it is lost, or the network between "
-                        f"it and {platform.node()} is"
+                        f"no contact with {self.name(0)} for {limit:g} s: "
+                        f"it is lost, or the network {between}"
                     )
                 )
         if self.verdict:  # the main thread may wait in a collective that nothing ends
@@ -286,9 +288,15 @@ class Watch:
         if self.rank == min(r for r, process in self.neighbours.items() if alive(process)):
             ending = f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto"
             print(f"error: {ending}", file=sys.stderr, flush=True)
+            threading.Thread(target=self._write_down, args=(ending,), daemon=True).start()
         if verdict.stacks:
             self._write_stacks()
         self._found.set()
+
+    def _write_down(self, ending: str) -> None:
+        """In RUN/ended.log: what is printed may not reach the terminal, by the same fault."""
+        with contextlib.suppress(OSError), open(self.run / "ended.log", "a") as file:
+            file.write(f"{time.strftime('%F %T')} {self.name(self.rank)}: {ending}\n")
 
     def _tell(self, verdict: Verdict) -> None:
         with contextlib.suppress(RuntimeError):

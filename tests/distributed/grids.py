@@ -57,6 +57,12 @@ def ends_of(
     count: int, folder: Path, function, *arguments, seconds: float = SECONDS
 ) -> list[tuple[int, str]]:
     """The same, where some may die: exit status (as the command line's) and output of each, in `folder`."""
+    processes, outputs = begin(count, folder, function, *arguments)
+    return end(processes, outputs, seconds)
+
+
+def begin(count: int, folder: Path, function, *arguments) -> tuple[list, list[Path]]:
+    """The processes, under way, and the files that they write to."""
     context = _forking()
     outputs = [folder / f"output-{rank}.txt" for rank in range(count)]
     processes = [
@@ -65,6 +71,11 @@ def ends_of(
     ]
     for process in processes:
         process.start()
+    return processes, outputs
+
+
+def end(processes: list, outputs: list[Path], seconds: float = SECONDS) -> list[tuple[int, str]]:
+    """Wait for all of them; exit status and output of each."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -72,7 +83,7 @@ def ends_of(
     for process in processes:
         process.kill()
         process.join()
-    texts = [output.read_text() for output in outputs]
+    texts = [output.read_text() if output.exists() else "" for output in outputs]
     assert not late, f"ranks {late} did not end in {seconds} seconds: {texts}"
     return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
 

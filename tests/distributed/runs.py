@@ -46,10 +46,12 @@ def finish(process: subprocess.Popen, expect: int = 0) -> str:
     return output
 
 
-def wait_for(path: Path, text: str, process: subprocess.Popen) -> None:
+def wait_for(path: Path, text: str, process: subprocess.Popen, log: Path | None = None) -> None:
+    """Until a file holds a text; `log`: where the process writes, if not to us."""
     deadline = time.time() + 600
     while not path.exists() or text not in path.read_text():
-        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
+        going = process.poll() is None and time.time() < deadline
+        assert going, log.read_text() if log else process.communicate()[0]
         time.sleep(0.02)
 
 
