@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -43,6 +42,7 @@ from lomdm_dist.parallel.grid import rank, world_size
 from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_layouts, whole_pieces
 from lomdm_dist.parallel.optimizer import MOMENTS, set_update_count
 from lomdm_dist.train.optim import WeightAverage
+from lomdm_dist.train.safe_reader import METADATA, SafeReader, read_metadata
 
 LATEST, STATE = "latest", "state.json"
 WEIGHTS = ("raw", "ema")  # and MOMENTS: the kinds of saved tensors
@@ -218,20 +218,16 @@ class Checkpoint:
                 self.damaged(f"{name} is cut short or altered")
         self.config = load_config(self.folder / "config.yaml", overrides)
         self.progress = Progress(self.state.step, self.state.sequences, self.state.tokens)
-        saved = self.read_metadata().state_dict_metadata
+        self.metadata = self._read_metadata()
+        saved = self.metadata.state_dict_metadata
         self._sizes = {name: tensor.size.numel() for name, tensor in saved.items()}
 
-    def read_metadata(self) -> Metadata:
+    def _read_metadata(self) -> Metadata:
         """DCP's: shape, dtype and pieces of each saved tensor. Raises UserError."""
         try:
-            metadata = dcp.FileSystemReader(self.folder).read_metadata()
-            saved = metadata.state_dict_metadata
+            return read_metadata(self.folder, self.state.files)
         except Exception as error:  # whatever a foreign or damaged file makes the reader raise
-            self.damaged(f".metadata: {type(error).__name__}")
-        for name, tensor in saved.items():
-            if not isinstance(tensor, TensorStorageMetadata):
-                self.damaged(f".metadata: {name} is no tensor")
-        return metadata
+            self.damaged(f"{METADATA}: {' '.join(str(error).split()) or type(error).__name__}")
 
     @property
     def has_moments(self) -> bool:
@@ -298,12 +294,13 @@ class Checkpoint:
                 f"checkpoint {self.folder} is of another model ({len(differences)} differences: {some})"
             )
 
-    def read(self, state: dict[str, Tensor], reader: dcp.StorageReader | None = None) -> None:
+    def read(self, state: dict[str, Tensor]) -> None:
         """Fill the tensors of `state`, of these names. Raises UserError."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # DCP warns that it reads in one process: meant so
-                dcp.load(state, checkpoint_id=self.folder, storage_reader=reader, no_dist=True)
+                reader = SafeReader(self.folder, self.metadata)
+                dcp.load(state, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             lines = str(error).strip().splitlines()
             self.damaged(lines[-1] if lines else type(error).__name__)
