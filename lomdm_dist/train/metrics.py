@@ -4,6 +4,7 @@ import json
 import netrc
 import os
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.secrets import hide
 
 WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
 
@@ -77,7 +79,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         if self.active:
-            print(text, flush=True)
+            print(hide(text), flush=True)
 
     def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
@@ -118,6 +120,7 @@ def _start_wandb(config: Config):
     except ImportError:
         print("wandb is not installed (pip install wandb); metrics.jsonl has everything", flush=True)
         return None
+    sys.argv[:] = map(hide, sys.argv)  # wandb notes the command
     modes = ["online", "offline"] if config.wandb.mode == "online" and _has_wandb_key() else ["offline"]
     for mode in modes:
         try:
@@ -130,7 +133,7 @@ def _start_wandb(config: Config):
                 settings=wandb.Settings(init_timeout=WANDB_SECONDS),
             )
         except Exception as error:  # a logging service must never end a training run
-            print(f"wandb does not start {mode}: {error}", flush=True)
+            print(hide(f"wandb does not start {mode}: {error}"), flush=True)
     return None
 
 
