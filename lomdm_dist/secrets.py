@@ -2,7 +2,7 @@
 
 Hidden are the value of each environment variable whose name speaks of a key, a token, a secret, a password
 or a credential, where it has 8 characters or more; the user's part of a URL, and the value of its fields of
-such a name, or of a signature; and what follows `Authorization: Bearer` or `Basic`.
+such a name, or of a signature; and what follows `Authorization: Bearer` or `Basic`, but for a $VARIABLE.
 
 Not hidden: a secret typed in another form, shorter, encoded, or cut in two; the names of folders; what other
 libraries and the commands of `pipe:` print themselves; the arguments of a process, which everyone on its
@@ -18,8 +18,8 @@ _WORDS = "KEY|TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL"
 _NAME = re.compile(_WORDS, re.IGNORECASE)
 _IN_TEXT = re.compile(
     rf"""(?<=://)[^/\s'"]+(?=@)"""
-    r"""|(?<=authorization:\ bearer\ )[^\s'"]+"""
-    r"""|(?<=authorization:\ basic\ )[^\s'"]+"""
+    r"""|(?<=authorization:\ bearer\ )(?!\$)[^\s'"]+"""
+    r"""|(?<=authorization:\ basic\ )(?!\$)[^\s'"]+"""
     rf"""|(?P<field>[?&][^=&\s]*(?:{_WORDS}|SIG)[^=&\s]*=)[^&\s'"]+""",
     re.IGNORECASE,
 )

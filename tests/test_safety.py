@@ -443,7 +443,17 @@ def test_values_of_secret_variables_are_hidden_anywhere(name, value, before, aft
         ("cannot read https://me:mine@host/{}: no", "cannot read https://***@host/{}: no"),
         ("https://a/b?X-Amz-Signature=c&d=e", "https://a/b?X-Amz-Signature=***&d=e"),
         ('pipe:curl -H "Authorization: Bearer abc" x/{}', 'pipe:curl -H "Authorization: Bearer ***" x/{}'),
-        *((text, text) for text in ("hf://a/b@main", "data/a@b", "me@host", "a://b, c@d", "model.mask_id=5")),
+        *(
+            (text, text)
+            for text in (
+                "Authorization: Bearer $TOKEN x",
+                "hf://a/b@main",
+                "data/a@b",
+                "me@host",
+                "a://b, c@d",
+                "model.mask_id=5",
+            )
+        ),
     ],
 )
 def test_what_is_hidden_in_addresses(text, hidden):

@@ -151,7 +151,7 @@ def read_tar(path: Path, meter: Meter) -> Iterator[str]:
                     try:
                         yield tar.extractfile(member).read().decode("utf-8")
                     except UnicodeDecodeError as error:
-                        raise UserError(f"{path}: {member.name!r} is not UTF-8 text: {error}") from None
+                        raise UserError(f"{path}: {member.name} is not UTF-8 text: {error}") from None
     except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"cannot read archive {path}: {' '.join(str(error).split())}") from None
 
