@@ -34,11 +34,11 @@ setup(
         "webdataset",
     ],
     extras_require={
-        "dev": ["aiohttp", "datasets", "hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
+        "dev": ["aiohttp", "datasets>=4", "hypothesis", "matplotlib", "pytest", "ruff", "scipy", "zstandard"],
         "gpu": ["flash-attn", "triton"],
         "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],
-        "eval": ["datasets"],
+        "eval": ["datasets>=4"],  # earlier ones run a data set's own scripts
     },
     entry_points={"console_scripts": ["lomdm = lomdm_dist.cli:main"]},
 )

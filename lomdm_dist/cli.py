@@ -10,11 +10,13 @@ import os
 import platform
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from lomdm_dist import __version__
 from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.files import check_writable
+from lomdm_dist.secrets import hide
 
 SECONDS_AFTER_THE_FIRST = 5
 PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
@@ -31,6 +33,7 @@ WEIGHTS = "ema (default): the average over training; raw: of the last step"
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
     """Run one command and exit with its status. `train.py` is `lomdm train`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    sys.excepthook = _say_traceback
     options = _parse(_parser(default_command), arguments)
     with contextlib.suppress(AttributeError):  # whatever stands in for a terminal
         sys.stdout.reconfigure(errors="replace")
@@ -61,7 +64,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     """Parse, with overrides anywhere: argparse itself takes them before the options only."""
     options, more = parser.parse_known_args(arguments)
     if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+        parser.error(hide(f"unrecognized arguments: {' '.join(more)}"))
     if more:
         options.overrides = [*options.overrides, *more]
     return options
@@ -77,7 +80,11 @@ def _say(line: str) -> None:
     if rank != "0":
         time.sleep(SECONDS_AFTER_THE_FIRST)
         line = f"rank {rank} on {platform.node()}: {line}"
-    print(line, file=sys.stderr, flush=True)
+    print(hide(line), file=sys.stderr, flush=True)
+
+
+def _say_traceback(*error) -> None:
+    print(hide("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True)
 
 
 _ABOUT = {
@@ -163,7 +170,7 @@ def _prepare_options(parser: argparse.ArgumentParser, common: argparse.ArgumentP
 
 def _local(folder: str) -> Path:
     if "://" in folder or folder.startswith("pipe:"):
-        raise argparse.ArgumentTypeError(f"{folder}: a local folder is wanted")
+        raise argparse.ArgumentTypeError(hide(f"{folder}: a local folder is wanted"))
     return Path(folder)
 
 
@@ -581,7 +588,8 @@ def _plan(options) -> None:
     said = {key for override in options.overrides for key in keys_of(override)}
     fixed = tuple(key for key in CHOSEN if key in said - set(wanted(config)))
     chosen = plan(config, options.gpus, machine.GPUS[options.gpu], fixed=fixed)
-    print("\n".join(chosen.lines([o for o in options.overrides if not keys_of(o) <= set(CHOSEN)])))
+    kept = [override for override in options.overrides if not keys_of(override) <= set(CHOSEN)]
+    print(hide("\n".join(chosen.lines(kept))))
     machine.write_result(options.json, chosen.as_dict(), chosen.config.as_dict())
 
 

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainSerializer,
     Tag,
     ValidationError,
     field_validator,
@@ -24,6 +25,7 @@ from pydantic import (
 )
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.secrets import hide
 
 
 def _no_bool(value):
@@ -38,6 +40,8 @@ def _positive_or_auto(value):
     return value
 
 
+# of data; it may hold a secret, and is saved without
+Address = Annotated[str, PlainSerializer(hide, when_used="json")]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Positive = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 PositiveOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_or_auto)]
@@ -224,7 +228,7 @@ Objective = Annotated[
 class Source(Section):
     """A source of a mixture; `weight` is its share of the sequences, relative to the others'."""
 
-    path: str
+    path: Address
     weight: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
 
 
@@ -245,7 +249,7 @@ class DataConfig(Section):
     """
 
     train: Annotated[list[Source], Field(min_length=1), BeforeValidator(_one_source)]
-    valid: str
+    valid: Address
     attend: Literal["sequence", "document"] = "sequence"
     workers: Annotated[NonNegative, Field(le=64)] = 1
     window: Positive | None = None
@@ -536,7 +540,7 @@ class Config(Section):
         return self.train.global_batch // rows
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for YAML and JSON."""
+        """Plain values, ready for YAML and JSON; secrets in addresses are hidden."""
         return self.model_dump(mode="json")
 
     def save(self, path: Path) -> None:

@@ -25,6 +25,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     partial.rename(path)
 
 
+def first_link(folder: Path) -> Path | None:
+    """A symbolic link below a folder: what is copied or published from there would be a file of elsewhere."""
+    return next((path for path in sorted(folder.rglob("*")) if path.is_symlink()), None)
+
+
 def check_new(out: Path) -> None:
     """Raises UserError where `out` is there already, but for an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

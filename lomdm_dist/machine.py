@@ -13,6 +13,7 @@ import torch
 
 from lomdm_dist import __version__
 from lomdm_dist.files import write_atomically
+from lomdm_dist.secrets import hide
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,15 @@ def write_result(path: str | Path | None, result: dict, config: dict) -> None:
 
 
 def to_json(value, **options) -> str:
-    """JSON that every reader takes: a number that is not finite becomes null."""
-    return json.dumps(_finite(value), allow_nan=False, default=str, **options)
+    """JSON that every reader takes, and may: a number that is not finite becomes null, secrets are hidden."""
+    return json.dumps(_open(value), allow_nan=False, default=lambda other: hide(str(other)), **options)
 
 
-def _finite(value):
+def _open(value):
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _open(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_open(item) for item in value]
+    if isinstance(value, str):
+        return hide(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from tqdm import tqdm
 
 from lomdm_dist.errors import UserError
@@ -32,24 +32,12 @@ from lomdm_dist.train.checkpoint import (
 FIRST_ERRORS = 4
 
 
-class _Tensors(dcp.FileSystemReader):
-    """The saved tensors of a checkpoint, to be read one at a time; .metadata is read once, not for each."""
-
-    def __init__(self, checkpoint: Checkpoint):
-        super().__init__(checkpoint.folder)
-        self._checkpoint, self._metadata = checkpoint, checkpoint.read_metadata()
-        self.saved: dict[str, TensorStorageMetadata] = self._metadata.state_dict_metadata
-
-    def read_metadata(self, *_, **__) -> Metadata:
-        """For DCP."""
-        return self._metadata
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole. Raises UserError."""
-        saved = self.saved[name]
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        self._checkpoint.read({name: tensor}, self)
-        return tensor
+def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """One saved tensor, whole. Raises UserError."""
+    saved = checkpoint.metadata.state_dict_metadata[name]
+    tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+    checkpoint.read({name: tensor})
+    return tensor
 
 
 # Inspect.
@@ -151,7 +139,7 @@ def _settings(section: BaseModel, **which) -> str:
 def inspect(path: Path) -> Contents:
     """What a checkpoint, or a run's latest, holds; the weights are not read. Raises UserError."""
     checkpoint = Checkpoint(path, read_weights=False)
-    return Contents(checkpoint, checkpoint.read_metadata().state_dict_metadata)
+    return Contents(checkpoint, checkpoint.metadata.state_dict_metadata)
 
 
 # Verify.
@@ -178,17 +166,17 @@ def verify(path: Path) -> Contents:
             f"checkpoint {checkpoint.folder} holds {extra[0]}, which its {STATE} does not list: take it out"
         )
     checkpoint.tokenizer()
-    tensors = _Tensors(checkpoint)
-    if wrong := _not_of_the_model(checkpoint, tensors.saved):
+    saved = checkpoint.metadata.state_dict_metadata
+    if wrong := _not_of_the_model(checkpoint, saved):
         more = "; ..." if len(wrong) > FIRST_ERRORS else ""
         checkpoint.damaged("; ".join(wrong[:FIRST_ERRORS]) + more)
-    for name, tensor in tensors.saved.items():
+    for name, tensor in saved.items():
         if problem := wrong_pieces(tensor.size, tensor.chunks):
             checkpoint.damaged(f"{name} is not covered by its pieces: {problem}")
-    for name in tqdm(tensors.saved, desc=f"verify {checkpoint.folder}", unit=" tensors", disable=None):
-        if not tensors.read(name).isfinite().all():
+    for name in tqdm(saved, desc=f"verify {checkpoint.folder}", unit=" tensors", disable=None):
+        if not _read(checkpoint, name).isfinite().all():
             checkpoint.damaged(f"{name} holds a number that is not finite")
-    return Contents(checkpoint, tensors.saved)
+    return Contents(checkpoint, saved)
 
 
 def _not_of_the_model(checkpoint: Checkpoint, saved: dict[str, TensorStorageMetadata]) -> list[str]:
@@ -236,10 +224,10 @@ def convert(path: Path, out: Path, weights_only: bool = False) -> Contents:
     """
     check_new(out)
     source = verify(path).checkpoint
-    tensors, shapes = _Tensors(source), source.shapes()
+    shapes = source.shapes()
     kinds = (*WEIGHTS, *MOMENTS) if source.has_moments and not weights_only else WEIGHTS
     state = {
-        f"{kind}/{name}": tensors.read(f"{kind}/{name}").view(shape)
+        f"{kind}/{name}": _read(source, f"{kind}/{name}").view(shape)
         for kind in kinds
         for name, shape in shapes.items()
     }

@@ -1,7 +1,6 @@
 """A checkpoint as a Hugging Face folder that loads with `transformers` alone: `lomdm convert to-hf`."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
         _write_model(model, _hf_config(checkpoint), partial)
         _write_tokenizer(tokenizer, checkpoint.config.model.length, partial)
         (partial / "README.md").write_text(_model_card(checkpoint, weights, out.resolve().name))
-        shutil.copy(checkpoint.folder / "config.yaml", partial)
+        checkpoint.config.save(partial / "config.yaml")
         _check_tokenizer(partial, checkpoint.state.data.tokenizer)
         differences = _compare(model, partial, checkpoint)
     return differences | {"parameters": sum(p.numel() for p in model.parameters())}
@@ -132,7 +131,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _check_tokenizer(folder: Path, expected: TokenizerFacts) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it has no code
     found = {"vocab_size": len(tokenizer)}
     found |= {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "mask", "pad")}
     wrong = {key: value for key, value in found.items() if getattr(expected, key) not in (value, None)}

@@ -8,7 +8,7 @@ import lzma
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pyarrow
 import pyarrow.parquet
@@ -142,10 +142,11 @@ def read_parquet(path: Path, meter: Meter, field: str) -> Iterator[str]:
 
 
 def read_tar(path: Path, meter: Meter) -> Iterator[str]:
-    """Each regular file of a tar archive is a document, in the archive's order."""
+    """Each file of a tar archive is a document, in the archive's order; nothing is unpacked. UserError."""
     try:
         with open(path, "rb") as raw, meter.reading(path, raw), tarfile.open(fileobj=raw, mode="r:*") as tar:
             for member in tar:
+                _check_member(path, member)
                 if member.isfile():
                     try:
                         yield tar.extractfile(member).read().decode("utf-8")
@@ -153,6 +154,16 @@ def read_tar(path: Path, meter: Meter) -> Iterator[str]:
                         raise UserError(f"{path}: {member.name} is not UTF-8 text: {error}") from None
     except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"cannot read archive {path}: {' '.join(str(error).split())}") from None
+
+
+def _check_member(path: Path, member: tarfile.TarInfo) -> None:
+    """Refuse what an honest archive of texts has no use for. Raises UserError."""
+    name = PurePosixPath(member.name)
+    wrong = "has a name that leads out of the archive" if name.is_absolute() or ".." in name.parts else None
+    if not (member.isfile() or member.isdir()):
+        wrong = f"is a link to {member.linkname!r}" if member.issym() or member.islnk() else "is a device"
+    if wrong:
+        raise UserError(f"{path}: its member {member.name!r} {wrong}: pack plain files and folders only")
 
 
 def _open_hub(load_dataset, name: str, config: str | None, split: str):

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from lomdm_dist.data.shards import MANIFEST, BadShard, Manifest, ShardSet, ShardWriter
+from lomdm_dist.data.shards import MANIFEST, BadShard, Manifest, PlainName, ShardSet, ShardWriter
 from lomdm_dist.data.store import Access
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
@@ -41,7 +42,8 @@ def split_folders(folder: Path) -> list[Path]:
         return [folder]
     if (folder / REQUEST).exists():
         try:
-            return [folder / name for name in json.loads((folder / REQUEST).read_text())["splits"]]
+            splits = json.loads((folder / REQUEST).read_text())["splits"]
+            return [folder / TypeAdapter(PlainName).validate_python(name) for name in splits]
         except (OSError, ValueError, LookupError, TypeError):
             raise UserError(f"{folder / REQUEST} is damaged: prepare the data again") from None
     found = sorted({path.parent for pattern in (MANIFEST, "*.tar") for path in folder.glob(f"*/{pattern}")})

@@ -101,7 +101,7 @@ class Work:
                     raise DamagedWork(f"{path} is missing or altered: delete {self.folder}")
 
     def _load_state(self) -> None:
-        with np.load(self.folder / STATE) as state:
+        with np.load(self.folder / STATE, allow_pickle=False) as state:
             facts = json.loads(str(state["facts"]))
             self.documents, self.documents_in_all = facts["documents"], facts["documents_in_all"]
             for name, split in self.splits.items():

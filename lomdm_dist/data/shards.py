@@ -36,6 +36,7 @@ SEQUENCES_A_MEMBER = 256
 SHARD_MIB = 64
 TAR_BLOCK, NPY_HEADER = 512, 128  # bytes
 CHECKING_THREADS = 4
+PlainName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # of a file or folder, not a way to another
 MOST_OPEN = 1024  # shards mapped at once by a process; Linux allows 65,530 maps
 
 
@@ -64,6 +65,11 @@ class Index(BaseModel):
     def offsets(self, rows: np.ndarray) -> np.ndarray:
         member, inside = np.divmod(rows, self.sequences_a_member)
         return self.first + member * self.member_bytes + inside * self.sequence_bytes
+
+    def end(self, sequences: int) -> int:
+        """The byte after the last of so many sequences; of Python's integers, which never overflow."""
+        member, inside = divmod(sequences - 1, self.sequences_a_member)
+        return self.first + member * self.member_bytes + (inside + 1) * self.sequence_bytes
 
     @classmethod
     def of(cls, length: int, dtype: np.dtype) -> "Index":
@@ -102,11 +108,11 @@ class Manifest(BaseModel):
     format: Literal[2] = FORMAT
     version: str
     recipe: str
-    split: str
+    split: PlainName
     official_split: str
     packing: Literal["packed", "padded"]
     tokenizer: TokenizerFacts
-    tokenizer_files: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]]
+    tokenizer_files: list[PlainName]
     length: int = Field(gt=0)
     dtype: str
     sequences: int
@@ -129,6 +135,12 @@ class Manifest(BaseModel):
             raise ValueError(f"dtype {self.dtype} is not that of the vocabulary")
         if self.index.sequence_bytes != self.length * np.dtype(self.dtype).itemsize:
             raise ValueError("index.sequence_bytes is not that of length and dtype")
+        # rows are read by address, so no index may lead out of its file
+        if self.index.member_bytes < self.index.sequences_a_member * self.index.sequence_bytes:
+            raise ValueError("index has members that overlap")
+        for shard in self.shards:
+            if self.index.end(shard.sequences) > shard.bytes:
+                raise ValueError(f"index reaches beyond the end of {shard.name}")
         if self.sha256 and self.sha256 != self.checksum():
             raise ValueError("sha256 is not that of the content: the file was edited")
         return self

@@ -27,6 +27,7 @@ import fsspec
 
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_atomically
+from lomdm_dist.secrets import HIDDEN
 
 PIPE, PLACE = "pipe:", "{}"
 TRIES = 5
@@ -99,6 +100,8 @@ class Store:
     def __init__(self, location: str, access: Access):
         self.remote = is_remote(location)
         self.location = location if self.remote else str(Path(location))
+        if self.remote and HIDDEN in location:
+            raise UserError(f"{location!r} was saved without its secret ({HIDDEN}): say it anew, whole")
         if location.startswith(PIPE) and PLACE not in location:
             raise UserError(f"{location!r}: write {PLACE} where the command takes the file's name")
         self.access = access

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lomdm_dist.data.encode import read_plainly
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import first_link
 
 TRAINED = ("bpe", "wordpiece")
 EOS, MASK, PAD, UNKNOWN = "<|endoftext|>", "[MASK]", "[PAD]", "[UNK]"
@@ -52,9 +53,12 @@ def train_tokenizer(kind: str, documents: Iterator[str], vocab_size: int) -> Pre
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """Load from a folder or the hub, and give it the EOS and mask tokens it lacks."""
+    """Load from a folder or the hub, and give it the EOS and mask tokens it lacks. UserError.
+
+    Code that it brings is never run, and neither that nor a chat template, a program too, is saved with it.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name), use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), use_fast=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds; each means: not a tokenizer we can load
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -63,6 +67,8 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         ) from None
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {name} has no fast form; save it once with tokenizer.json")
+    tokenizer.chat_template = None
+    tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         # BERT's end of a piece is [SEP]
         tokenizer.add_special_tokens({"eos_token": tokenizer.sep_token or EOS})
@@ -108,6 +114,8 @@ def not_text(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, 
 
 def open_tokenizer(folder: Path, expected: TokenizerFacts) -> PreTrainedTokenizerFast:
     """Load a tokenizer that shards or a checkpoint were made with, and no other. Raises UserError."""
+    if link := first_link(folder):
+        raise UserError(f"the tokenizer file {link} is a link: put the file itself there")
     tokenizer = load_tokenizer(folder)
     if describe(tokenizer) != expected:
         raise UserError(

@@ -30,6 +30,7 @@ from lomdm_dist.config import FaultsConfig
 from lomdm_dist.errors import REQUEUE, RunFailed, StoppedOnRequest
 from lomdm_dist.files import write_atomically
 from lomdm_dist.parallel.grid import Grid, rank
+from lomdm_dist.secrets import hide
 
 BEAT = 1.0  # seconds between signs
 TO_END = 5.0  # seconds that a process has for ending by itself
@@ -286,7 +287,7 @@ class Watch:
             self.verdict = verdict
         threading.Thread(target=self._tell, args=(verdict,), daemon=True).start()
         if self.rank == min(r for r, process in self.neighbours.items() if alive(process)):
-            ending = f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto"
+            ending = hide(f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto")
             print(f"error: {ending}", file=sys.stderr, flush=True)
             threading.Thread(target=self._write_down, args=(ending,), daemon=True).start()
         if verdict.stacks:

@@ -16,12 +16,20 @@ import json
 import math
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, computed_field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    computed_field,
+    model_validator,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -29,7 +37,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -37,12 +44,13 @@ from lomdm_dist.config import load_config
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256
+from lomdm_dist.files import first_link, sha256
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.grid import rank, world_size
 from lomdm_dist.parallel.layout import Box, Layout, Piece, boxes, whole_layouts, whole_pieces
 from lomdm_dist.parallel.optimizer import MOMENTS, set_update_count
 from lomdm_dist.train.optim import WeightAverage
+from lomdm_dist.train.safe_reader import METADATA, SafeReader, read_metadata
 
 LATEST, STATE = "latest", "state.json"
 WEIGHTS = ("raw", "ema")  # and MOMENTS: the kinds of saved tensors
@@ -66,6 +74,13 @@ class DataFacts(BaseModel):
     identity: str
 
 
+def _plain(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} lies outside of it")
+    return name
+
+
 class State(BaseModel):
     """state.json. `files` holds the checksum of every other file of the checkpoint.
 
@@ -80,7 +95,7 @@ class State(BaseModel):
     ema_updates: int = Field(ge=0)
     data: DataFacts
     versions: dict[str, str]
-    files: dict[str, str]
+    files: dict[Annotated[str, AfterValidator(_plain)], str]
 
     @computed_field
     @property
@@ -183,6 +198,10 @@ def find_checkpoint(path: str | Path) -> Path:
     if (path / LATEST).is_file():
         latest, name = path / LATEST, (path / LATEST).read_text(errors="replace").strip()
         path = path / "checkpoints" / name
+        if Path(name).name != name:
+            raise UserError(
+                f"{latest} names {name!r}, which is no step-N of that run: name one with --resume"
+            )
         if not path.is_dir():
             raise UserError(f"{latest} names {name}, but there is no {path}; name another with --resume")
     if not (path / STATE).is_file():
@@ -210,6 +229,8 @@ class Checkpoint:
                     f"checkpoint {self.folder} was written by another version of lomdm_dist: use that version"
                 ) from None
             self.damaged(f"{STATE}: {error.errors()[0]['msg']}")
+        if link := first_link(self.folder):
+            self.damaged(f"{link.relative_to(self.folder)} is a link: put the file itself there")
         for name in share_of(sorted(self.state.files)):
             if not (self.folder / name).is_file():
                 self.damaged(f"{name} is missing")
@@ -218,20 +239,16 @@ class Checkpoint:
                 self.damaged(f"{name} is cut short or altered")
         self.config = load_config(self.folder / "config.yaml", overrides)
         self.progress = Progress(self.state.step, self.state.sequences, self.state.tokens)
-        saved = self.read_metadata().state_dict_metadata
+        self.metadata = self._read_metadata()
+        saved = self.metadata.state_dict_metadata
         self._sizes = {name: tensor.size.numel() for name, tensor in saved.items()}
 
-    def read_metadata(self) -> Metadata:
+    def _read_metadata(self) -> Metadata:
         """DCP's: shape, dtype and pieces of each saved tensor. Raises UserError."""
         try:
-            metadata = dcp.FileSystemReader(self.folder).read_metadata()
-            saved = metadata.state_dict_metadata
+            return read_metadata(self.folder, self.state.files)
         except Exception as error:  # whatever a foreign or damaged file makes the reader raise
-            self.damaged(f".metadata: {type(error).__name__}")
-        for name, tensor in saved.items():
-            if not isinstance(tensor, TensorStorageMetadata):
-                self.damaged(f".metadata: {name} is no tensor")
-        return metadata
+            self.damaged(f"{METADATA}: {' '.join(str(error).split()) or type(error).__name__}")
 
     @property
     def has_moments(self) -> bool:
@@ -298,12 +315,13 @@ class Checkpoint:
                 f"checkpoint {self.folder} is of another model ({len(differences)} differences: {some})"
             )
 
-    def read(self, state: dict[str, Tensor], reader: dcp.StorageReader | None = None) -> None:
+    def read(self, state: dict[str, Tensor]) -> None:
         """Fill the tensors of `state`, of these names. Raises UserError."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # DCP warns that it reads in one process: meant so
-                dcp.load(state, checkpoint_id=self.folder, storage_reader=reader, no_dist=True)
+                reader = SafeReader(self.folder, self.metadata)
+                dcp.load(state, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             lines = str(error).strip().splitlines()
             self.damaged(lines[-1] if lines else type(error).__name__)

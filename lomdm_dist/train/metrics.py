@@ -6,6 +6,7 @@ import math
 import netrc
 import os
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.secrets import hide
 
 WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
 
@@ -149,7 +151,7 @@ class Reporter:
     def say(self, text: str) -> None:
         if self.active:
             with contextlib.suppress(OSError):  # a full disk under the log
-                print(text, flush=True)
+                print(hide(text), flush=True)
 
     def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
@@ -190,6 +192,7 @@ def _start_wandb(config: Config):
     except ImportError:
         print("wandb is not installed (pip install wandb); metrics.jsonl has everything", flush=True)
         return None
+    sys.argv[:] = map(hide, sys.argv)  # wandb notes the command
     modes = ["online", "offline"] if config.wandb.mode == "online" and _has_wandb_key() else ["offline"]
     for mode in modes:
         try:
@@ -202,7 +205,7 @@ def _start_wandb(config: Config):
                 settings=wandb.Settings(init_timeout=WANDB_SECONDS),
             )
         except Exception as error:  # a logging service must never end a training run
-            print(f"wandb does not start {mode}: {error}", flush=True)
+            print(hide(f"wandb does not start {mode}: {error}"), flush=True)
     return None
 
 
