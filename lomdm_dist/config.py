@@ -410,6 +410,7 @@ class FaultsConfig(Section):
                         `nonfinite_in_a_row` such steps; stop: at once; rollback: as skip, but then go on
                         from the last checkpoint, with the data after those of the bad steps
     on_failed_save      continue: training goes on, the next save may succeed; stop: end, with status 2
+    join_seconds        for all processes to start and meet
     lost_seconds        a rank without a sign of life for so long is lost, and all end
     slow_factor         of a step that takes so many times the median, say what each rank did
     hang_factor, hang_seconds  a rank that stands still for so many times the median step, and at least so
@@ -420,6 +421,7 @@ class FaultsConfig(Section):
     on_nonfinite: Literal["skip", "stop", "rollback"] = "skip"
     nonfinite_in_a_row: Positive = 3
     on_failed_save: Literal["continue", "stop"] = "continue"
+    join_seconds: Annotated[Number, Field(ge=1, le=1e5)] = 600.0
     lost_seconds: Annotated[Number, Field(ge=5, le=1e5)] = 30.0
     slow_factor: Annotated[Number, Field(gt=1, le=1e6)] = 5.0
     hang_factor: Annotated[Number, Field(gt=1, le=1e6)] = 30.0

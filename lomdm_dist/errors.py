@@ -17,3 +17,8 @@ class RunFailed(Exception):
 
 class StoppedOnRequest(Exception):
     """Training was asked to stop and has saved its state. Status 75: start it again."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

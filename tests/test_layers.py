@@ -8,8 +8,8 @@ MAY_IMPORT = {
     "process": {"process"},
     "ops": {"ops"},
     "model": {"model", "process", "ops", "config", "errors"},
-    "data": {"data", "config", "errors", "files"},
-    "parallel": {"parallel", "model", "ops", "config", "errors"},
+    "data": {"data", "config", "errors", "files", "secrets"},
+    "parallel": {"parallel", "model", "ops", "config", "errors", "files", "secrets"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "study": {
         "study",

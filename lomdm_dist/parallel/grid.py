@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lomdm_dist.errors import RunFailed, UserError
+from lomdm_dist.errors import RunFailed, UserError, first_line
 
-JOIN = timedelta(minutes=10)  # for the processes to find each other, and at most for a collective
+JOIN_SECONDS = 600.0  # for the processes to find each other
+COLLECTIVE = timedelta(minutes=30)
 SAVE = timedelta(days=1)  # a disk may be slow; that a peer is lost is found in another way (watch.py)
 
 
@@ -118,8 +119,32 @@ class _DeepSpeedNames:
         self.get_data_parallel_group = state.get_data_parallel_group
 
 
+def join(seconds: float = JOIN_SECONDS) -> dist.Store:
+    """Meet the other processes of the job at its store. RunFailed where not all of them come in time."""
+    if "WORLD_SIZE" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    count, timeout = world_size(), timedelta(seconds=seconds)
+    missing = ""
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set(f"here/{rank()}", "")
+        with contextlib.suppress(dist.DistError):
+            store.wait([f"here/{other}" for other in range(count)], timeout)
+            return store
+        gone = [str(other) for other in range(count) if not store.check([f"here/{other}"])]
+        missing = f"; not here: ranks {', '.join(gone)}"
+    except dist.DistError as error:
+        missing = f" ({first_line(error)})"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    raise RunFailed(
+        f"the {count} processes of this job did not find each other at {address} within {seconds:g} s: did "
+        f"one not start, or is a firewall in between{missing}? More time: faults.join_seconds"
+    )
+
+
 @contextlib.contextmanager
-def process_grid(tensor_parallel: int = 1):
+def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None):
     """Start the process group and Megatron's groups; end them on the way out, whatever happened."""
     # DeepSpeed and Megatron call torch's collectives by names that it will drop
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -132,19 +157,14 @@ def process_grid(tensor_parallel: int = 1):
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    if "WORLD_SIZE" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    try:
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", None, JOIN, device_id=device if on_gpu else None
-        )
-    except dist.DistError as error:
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        raise RunFailed(
-            f"the {world_size()} processes of this job did not find each other at {host}:{port} within "
-            f"{JOIN}: is one of them missing, or a firewall in between? ({str(error).splitlines()[0]})"
-        ) from None
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=COLLECTIVE,
+        store=store or join(),
+        rank=rank(),
+        world_size=world_size(),
+        device_id=device if on_gpu else None,
+    )
     try:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
         names = _DeepSpeedNames(parallel_state)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from lomdm_dist.config import FaultsConfig
-from lomdm_dist.errors import REQUEUE, RunFailed, StoppedOnRequest
+from lomdm_dist.errors import REQUEUE, RunFailed, StoppedOnRequest, first_line
 from lomdm_dist.files import write_atomically
-from lomdm_dist.parallel.grid import Grid, rank
+from lomdm_dist.parallel.grid import rank, world_size
 from lomdm_dist.secrets import hide
 
 BEAT = 1.0  # seconds between signs
@@ -78,11 +79,13 @@ class Sign(NamedTuple):
 
 
 class Watch:
-    """Watches over one run; used as a context. `at` says where this rank stands."""
+    """Watches over one run, from when its processes have met; a context. `at` says where this rank stands."""
 
-    def __init__(self, grid: Grid, faults: FaultsConfig, run: Path):
-        self.grid, self.faults, self.run, self.rank = grid, faults, run, rank()
-        self.places = grid.gather((_machine(), os.getpid(), platform.node()))
+    def __init__(self, store: dist.Store, faults: FaultsConfig, run: Path):
+        self.faults, self.run, self.rank = faults, run, rank()
+        self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
+        place = (_machine(), os.getpid(), platform.node())
+        self.places = [tuple(json.loads(text)) for text in self._all("place", json.dumps(place))]
         self.neighbours = {
             r: psutil.Process(pid)
             for r, (machine, pid, _) in enumerate(self.places)
@@ -100,11 +103,18 @@ class Watch:
         self._table_due = FOREVER
         self.at(0, SAVING)  # nothing is known yet of how long things take
 
+    def _all(self, what: str, ours: str) -> list[bytes]:
+        """Everybody's word, when all have come. RunFailed where one does not."""
+        keys = [f"{what}/{number}" for number in range(world_size())]
+        try:
+            self._store.set(keys[self.rank], ours)
+            self._store.wait(keys, timedelta(seconds=self.faults.lost_seconds))
+            return self._store.multi_get(keys)
+        except dist.DistError as error:
+            raise RunFailed(f"a process of this job was lost while it started: {first_line(error)}") from None
+
     def __enter__(self):
-        store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own
-        self._store = dist.PrefixStore("watch", store)
-        self._store.set(f"sign/{self.rank}", json.dumps(self._sign(0)))
-        self.grid.gather(None)  # now all signs are there
+        self._all("sign", json.dumps(self._sign(0)))
         if len(self.places) > 1:
             for work in (self._talk, self._look):
                 threading.Thread(target=work, daemon=True, name="watch").start()
@@ -133,8 +143,8 @@ class Watch:
     def finish(self) -> None:
         """All ranks are done, or end for the same reason: from here on nobody misses anybody."""
         self._closing.set()
-        with contextlib.suppress(RuntimeError):
-            self.grid.all_agree(True)
+        with contextlib.suppress(RunFailed):
+            self._all("done", "")
 
     def __exit__(self, kind, error, _):
         """Tell the others of an error of this rank; explain one that a lost peer left in a collective."""
@@ -331,10 +341,6 @@ def _is_of_a_peer(error: BaseException) -> bool:
     """What a collective says when a peer is gone."""
     signs = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _status(error: BaseException) -> int:

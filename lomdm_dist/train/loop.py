@@ -17,14 +17,14 @@ from lomdm_dist import machine
 from lomdm_dist.config import Config
 from lomdm_dist.data.reader import Rows
 from lomdm_dist.data.shards import unpack
-from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError
+from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError, first_line
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.parallel.engine import Blueprint, start_engine
-from lomdm_dist.parallel.grid import Grid, process_grid, rank, world_size
+from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
 from lomdm_dist.parallel.optimizer import set_learning_rates
-from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch, first_line
+from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch
 from lomdm_dist.study.plan import Plan, calibrate
 from lomdm_dist.train.bad_steps import Found, first_bad_gradient, first_bad_weight, say, write
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress
@@ -69,9 +69,9 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
     # a signal that comes before the processes have joined ends this one at once: there is nothing to save
     with (
         run_lock(config.train.run),
-        process_grid(tensor_parallel) as grid,
+        Watch(store := join(config.faults.join_seconds), config.faults, config.train.run) as watch,
+        process_grid(tensor_parallel, store) as grid,
         StopRequest(config.train.run) as stop,
-        Watch(grid, config.faults, config.train.run) as watch,
     ):
         run = Run(config, inputs, grid, stop, watch)
         try:

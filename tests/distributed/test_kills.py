@@ -18,7 +18,7 @@ GRIDS = [
     ["parallel={zero_stage: 2, tensor_parallel: 2}"],
     ["parallel.zero_stage=3"],
 ]
-ENDLESS = "train.steps=1000000"
+ENDLESS = ["train.steps=1000000", "faults.join_seconds=20"]
 
 
 def size(path) -> int:
@@ -31,7 +31,7 @@ def test_killed_at_any_moment(trials, base, tmp_path):
     draws = random.Random(trials)
     run, tally, slowest = tmp_path / "run", {"saved": 0, "before a save": 0}, 0.0
     for trial in range(trials):
-        options = [*base, *SAVES, *GRIDS[trial % len(GRIDS)], f"train.run={run}", ENDLESS]
+        options = [*base, *SAVES, *GRIDS[trial % len(GRIDS)], f"train.run={run}", *ENDLESS]
         logged = size(run / "metrics.jsonl")
         processes, outputs = begin(RANKS, tmp_path, train, options)
         if draws.random() < 0.9:  # else it may die while all start

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lomdm_dist.parallel.watch import first_line
+from lomdm_dist.errors import first_line
 from lomdm_dist.train.loop import is_out_of_memory, largest_divisor
 from tests.distributed import grids
 from tests.distributed.grids import on_processes
