@@ -25,7 +25,7 @@ from lomdm_dist.launch.hostfile import Host, read
 from lomdm_dist.launch.report import INTERFACES
 
 ANSWER_SECONDS = 120  # a cold start of torch from a busy shared file system
-CLOCK_SECONDS = 10
+CLOCK_SECONDS = 10  # torchrun's elastic hosts lose each other from 15 on
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 SSH_FAILED = 255
 
