@@ -82,7 +82,7 @@ def test_a_command_is_started_again_after_a_fault_only(launch, tmp_path, statuse
 def test_a_stop_reaches_the_command_once_as_sigterm_and_is_the_end(launch, tmp_path, number, own, status):
     """It is sent to the whole process group, as a terminal does for Ctrl-C."""
     traps = f"trap 'echo >>terms; exit {own}' TERM; trap 'exit 9' INT USR1"
-    script = f"{traps}; echo >>starts; while :; do sleep 0.02; done"
+    script = f"{traps}; echo >>starts; for i in $(seq 2000); do sleep 0.02; done"
     process = launch("sh", "-c", script)
     wait_for(tmp_path / "starts")
     os.killpg(process.pid, number)
@@ -93,7 +93,7 @@ def test_a_stop_reaches_the_command_once_as_sigterm_and_is_the_end(launch, tmp_p
 
 def test_a_second_signal_is_as_the_first(launch, tmp_path):
     trap = "n=0; trap 'n=$((n+1)); echo >terms$n' TERM"
-    script = f"{trap}; echo >>starts; until [ $n = 2 ]; do sleep 0.02; done; exit 75"
+    script = f"{trap}; echo >>starts; for i in $(seq 2000); do [ $n = 2 ] && exit 75; sleep 0.02; done"
     process = launch("sh", "-c", script)
     for seen in ("starts", "terms1"):
         wait_for(tmp_path / seen)
@@ -104,7 +104,7 @@ def test_a_second_signal_is_as_the_first(launch, tmp_path):
 
 def test_srun_gets_sigusr1_because_it_answers_sigterm_by_killing(launch, tmp_path):
     (tmp_path / "srun").write_text(
-        "#!/bin/sh\ntrap 'exit 75' USR1\necho >>starts\nwhile :; do sleep 0.02; done\n"
+        "#!/bin/sh\ntrap 'exit 75' USR1\necho >>starts\nfor i in $(seq 2000); do sleep 0.02; done\n"
     )
     (tmp_path / "srun").chmod(0o755)
     process = launch(tmp_path / "srun")
