@@ -20,6 +20,8 @@ test-all: install
 lint: install
 	ruff check .
 	ruff format --check .
+	hadolint Dockerfile
+	shellcheck launchers/*.sh launchers/slurm.sbatch .ci/run
 
 # A second call finds the stamp and installs nothing. torch comes first and by exact version, so
 # that nothing pulls another build of it. A killed compilation leaves a lock that would hang the

@@ -24,6 +24,7 @@ MAY_IMPORT = {
         "machine",
     },
     "sample": {"sample", "process", "model", "config", "errors"},
+    "launch": {"launch", "data", "config", "errors", "files", "machine"},
     "convert": {"convert", "model", "parallel", "process", "train", "data", "config", "errors", "files"},
 }
 

@@ -1,0 +1,1 @@
+"""Starting jobs on many hosts: the hostfile, what is checked before, and who starts again after."""
