@@ -314,14 +314,14 @@ class Watch:
             self._store.compare_set(END, "", json.dumps(verdict))
 
     def _write_stacks(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # whatever fails here, the end must come
             path = self.run / "stacks" / f"rank-{self.rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.write(f"{self.name(self.rank)}, in {self._where[1]} of step {self._where[0]}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            if dist.get_backend() == "nccl":  # the last collectives, as torch's tools read them
+            if torch.cuda.is_available():  # the last collectives, as torch's tools read them
                 record = torch._C._distributed_c10d._dump_nccl_trace()
                 write_atomically(path.with_suffix(".flight"), record)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.distributed.runs import ROOT
 
+NO_HOSTS = "THE TEST OF TWO HOSTS DID NOT RUN"
 NEEDED = ("ip", "sshd", "ssh", "ssh-keygen", "pdsh", "unshare")
 SBIN = "/usr/sbin:/sbin"
 

@@ -177,7 +177,7 @@ def test_a_stop_does_not_wait_for_data_that_do_not_come(base, train, tmp_path):
     assert (run / "latest").read_text() == f"step-{done}\n"
 
 
-REAL = [("flipped byte", "skip"), ("unreadable URL", "error")]
+REAL = [("flipped byte", "skip"), ("missing shard", "error")]
 ALL = [(kind, mode) for kind in DAMAGES for mode in ("error", "skip")]
 
 

@@ -50,7 +50,7 @@ def killed_after(seconds: float, run: Path, options: list[str]) -> str:
     return name
 
 
-@pytest.mark.parametrize("trials", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_while_saving_at_every_step(trials, base, tmp_path):
     """Each trial goes on from what the one before left: half-written folders and all."""
     random.seed(trials)

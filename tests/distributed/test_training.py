@@ -40,6 +40,7 @@ def test_losses_move(whole_run):
     assert max(curve(whole_run, "velocity").values()) > 0
 
 
+@pytest.mark.slow
 def test_killed_on_two_processes_and_resumed_as_if_nothing_had_been(tmp_path, base, whole_run):
     """SIGKILL after step 15; the resumed run's curves are the undisturbed run's, and none is logged twice."""
     run = tmp_path / "run"
@@ -97,7 +98,7 @@ def test_sigterm_saves_and_exits_75(tmp_path, base):
     assert (run / "latest").read_text() == f"step-{last}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGKILL])
 def test_workers_whose_launcher_is_gone_save_and_end(tmp_path, base, number):
     """torchrun dies of either and tells its workers nothing; the run must neither go on nor be lost."""
     run = tmp_path / "run"

@@ -8,7 +8,7 @@ import pytest
 
 from lomdm_dist.train.checkpoint import Checkpoint
 from tests.distributed.grids import on_processes, train
-from tests.distributed.hosts import two_hosts, what_is_missing
+from tests.distributed.hosts import NO_HOSTS, two_hosts, what_is_missing
 from tests.distributed.runs import assert_same, curve, wait_for
 
 MISSING = what_is_missing()
@@ -18,7 +18,7 @@ CUT_AT, SECONDS = 10, 60
 @pytest.fixture
 def hosts(tmp_path):
     if MISSING:
-        pytest.skip(f"NO TEST OF TWO HOSTS: {MISSING}")
+        pytest.skip(f"{NO_HOSTS}: {MISSING}")
     with two_hosts(tmp_path / "hosts") as hosts:
         yield hosts
 

@@ -106,7 +106,7 @@ def test_constant_ce_and_exponents_of_0375(time):
     model, ce, kept = LoMDM(config.model, config.objective).eval(), 5.0, 1 - 1e-3**0.375
     reverse = PowerSchedule(torch.tensor([[0.375]]))
     model.denoise = lambda z, x, masked, *_: Denoised(masked * ce, reverse, torch.zeros(()))
-    result = estimate_bound(model, ManySequences(), config, np.arange(16_384), batch=512)
+    result = estimate_bound(model, ManySequences(), config, np.arange(4096), batch=512)
     error = result["standard_error"]
     assert kept == pytest.approx(0.925, abs=1e-4)
     cut_error = error + 1e-4 * (time == "pinned")  # where the cut falls among the strata
@@ -116,7 +116,7 @@ def test_constant_ce_and_exponents_of_0375(time):
     asked = "nll_per_token_cut" if time == "uniform" else "nll_per_token_uncut"
     assert result["nll_per_token"] == pytest.approx(result[asked])
     if time != "uniform":
-        assert error < 0.004 * ce
+        assert error < 0.008 * ce
     if time == "pinned":  # nothing but rounding is left, where the CE is constant
         assert error < 1e-6 * ce
 

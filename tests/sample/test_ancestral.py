@@ -59,7 +59,8 @@ class Draws:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "share", "positions"), [("float64", 1.0, 400_000), ("float32", 0.15, 20_000)]
+    ("dtype", "share", "positions"),
+    [("float64", 1.0, 400_000), pytest.param("float32", 0.15, 20_000, marks=pytest.mark.slow)],
 )
 def test_the_first_of_1024_steps_reveals_its_share(trained_run, dtype, share, positions):
     """A uniform network over 50,257 tokens: all of it with exact draws, 15% of it with float32 noise."""
