@@ -25,13 +25,17 @@ def size(path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.parametrize("trials", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(trials, base, tmp_path):
-    """Each trial goes on from what the one before left, on another grid; the others end by themselves."""
+# rounding adds up from grid to grid: over hundreds of steps the undisturbed run has the one that is killed
+CASES = [(3, GRIDS), pytest.param(50, GRIDS[:1], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("trials", "grids"), CASES)
+def test_killed_at_any_moment(trials, grids, base, tmp_path):
+    """Each trial goes on from what the one before left, on the next grid; the others end by themselves."""
     draws = random.Random(trials)
     run, tally, slowest = tmp_path / "run", {"saved": 0, "before a save": 0}, 0.0
     for trial in range(trials):
-        options = [*base, *SAVES, *GRIDS[trial % len(GRIDS)], f"train.run={run}", *ENDLESS]
+        options = [*base, *SAVES, *grids[trial % len(grids)], f"train.run={run}", *ENDLESS]
         logged = size(run / "metrics.jsonl")
         processes, outputs = begin(RANKS, tmp_path, train, options)
         if draws.random() < 0.9:  # else it may die while all start
@@ -54,11 +58,10 @@ def test_killed_at_any_moment(trials, base, tmp_path):
             Checkpoint(run).build_model()  # every file of it is whole
         tally["saved" if before else "before a save"] += 1
     last = Checkpoint(run).progress.step + 4
-    on_processes(RANKS, train, [*base, *SAVES, f"train.run={run}", f"train.steps={last}"])
+    on_processes(RANKS, train, [*base, *SAVES, *grids[0], f"train.run={run}", f"train.steps={last}"])
     whole = tmp_path / "whole"
-    on_processes(
-        1, train, [*base, *SAVES[2:], f"train.run={whole}", f"train.steps={last}", "train.save_every=1000000"]
-    )
+    undisturbed = [*base, *SAVES, *grids[0], f"train.run={whole}", "train.save_every=1000000"]
+    on_processes(RANKS, train, [*undisturbed, f"train.steps={last}"])
     ours, theirs = curve(run), curve(whole)
     assert_same(ours, theirs, range(1, last + 1), 1e-5)
     worst = max(abs(ours[s] / theirs[s] - 1) for s in ours)
