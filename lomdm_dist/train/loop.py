@@ -177,7 +177,7 @@ class Run:
                 self._validate()
             unsaved = sums["unsaved"] > 0 and self.config.faults.on_failed_save == "stop"
             stopping = not last and (sums["asked"] > 0 or done == stop_after) and not unsaved
-            if stopping or last or (done % train.save_every == 0 and not unsaved):
+            if stopping or last or (done % train.save_every == 0 and good and not unsaved):
                 self.save()
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
             if stopping or last or unsaved:
@@ -263,6 +263,7 @@ class Run:
         """Go on with the next smaller micro-batch."""
         short = [rank for rank, said in enumerate(self.grid.gather(shortage)) if said is not None]
         if self.micro_batch == 1:
+            self.watch.finish()
             raise UserError(self.say_shortage(step, shortage or f"rank {short[0]} said so"))
         self.engine.drop()
         gc.collect()
@@ -469,13 +470,15 @@ class Run:
 
     def _validate(self) -> None:
         """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
-        self.watch.at(self.progress.step, VALIDATION)
+
+        def engine(function, *arguments):
+            self.watch.at(self.progress.step, VALIDATION)  # each batch is progress
+            return self.engine(function, *arguments)
+
         self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
         batch = 4 * self.micro_batch  # nothing is kept for a backward pass
-        bound = estimate_bound(
-            self.engine, self.valid, self.config, np.arange(count), batch=batch, grid=self.grid
-        )
+        bound = estimate_bound(engine, self.valid, self.config, np.arange(count), batch=batch, grid=self.grid)
         self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
