@@ -115,6 +115,28 @@ def test_training_stops_where_the_config_says_so(base, small_disk, tmp_path):
     assert list(curve(run)) == list(range(1, 10))
 
 
+def train_on_a_slow_disk(overrides: list[str]) -> None:
+    from lomdm_dist.train import saver
+
+    saver.PATIENCE, plain = 0.2, saver.Saver._write_pieces
+
+    def slowly(*arguments):
+        time.sleep(0.5)
+        plain(*arguments)
+
+    saver.Saver._write_pieces = slowly
+    grids.train(overrides)
+
+
+def test_a_slow_disk_is_said_and_waited_for(base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, *SAVES, "train.save_every=1", "faults.hang_seconds=1", f"train.run={run}"]
+    ends = ends_of(2, tmp_path, train_on_a_slow_disk, options)
+    assert [status for status, _ in ends] == [0, 0], ends
+    assert "the save before this one is not yet written: training has waited for 0 s" in ends[0][1]
+    assert Checkpoint(run).progress.step == 9 and list(curve(run)) == list(range(1, 10))
+
+
 def train_with_another_clock(overrides: list[str]) -> None:
     real = time.time
     time.time = lambda: 2e9 - real()  # it runs backwards
