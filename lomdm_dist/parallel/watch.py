@@ -86,11 +86,14 @@ class Watch:
         self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
         place = (_machine(), os.getpid(), platform.node())
         self.places = [tuple(json.loads(text)) for text in self._all("place", json.dumps(place))]
-        self.neighbours = {
-            r: psutil.Process(pid)
-            for r, (machine, pid, _) in enumerate(self.places)
-            if machine == self.places[self.rank][0]
-        }
+        try:
+            self.neighbours = {
+                r: psutil.Process(pid)
+                for r, (machine, pid, _) in enumerate(self.places)
+                if machine == place[0]
+            }
+        except psutil.Error as error:
+            raise RunFailed(f"a process of this job was lost while it started: {error}") from None
         self.last = self.mean = (0.0, 0.0)
         self.probe = 0.0
         self.durations: deque[float] = deque(maxlen=KNOWN_STEPS)
@@ -98,7 +101,8 @@ class Watch:
         self.verdict: Verdict | None = None
         self._seen = dict.fromkeys(range(len(self.places)), time.monotonic())
         self._contact, self._closing, self._found = time.monotonic(), threading.Event(), threading.Event()
-        self._one = threading.Lock()
+        self._one, self._finishing = threading.Lock(), False
+        self._silent: list[int] = []  # when the verdict came
         self._slow: tuple[int, float] | None = None
         self._table_due = FOREVER
         self.at(0, SAVING)  # nothing is known yet of how long things take
@@ -141,10 +145,18 @@ class Watch:
         return statistics.median(self.durations) if enough else None
 
     def finish(self) -> None:
-        """All ranks are done, or end for the same reason: from here on nobody misses anybody."""
+        """All ranks are done, or end for the same reason: wait until all say so; none is missed any more."""
+        self._finishing = True
+        threading.Thread(target=self._meet_at_the_end, daemon=True).start()
+        self._closing.wait()
+
+    def _meet_at_the_end(self) -> None:
+        keys = [f"done/{number}" for number in range(len(self.places))]
+        with contextlib.suppress(RuntimeError):  # of the store, when its rank has left
+            self._store.set(keys[self.rank], "")
+            while not self._closing.is_set() and not self._store.check(keys):
+                time.sleep(BEAT / 4)
         self._closing.set()
-        with contextlib.suppress(RunFailed):
-            self._all("done", "")
 
     def __exit__(self, kind, error, _):
         """Tell the others of an error of this rank; explain one that a lost peer left in a collective."""
@@ -154,6 +166,7 @@ class Watch:
         if self.verdict or _is_of_a_peer(error):
             self._found.wait(self.faults.lost_seconds + TO_END)
         if self.verdict:  # is said already; should the process groups not end, the other thread does
+            self._kill_silent()
             raise RunFailed("", self.verdict.status) from None
         self._closing.set()
         self._tell(Verdict(f"{self.name(self.rank)} ended: {first_line(error)}", _status(error)))
@@ -251,38 +264,47 @@ class Watch:
     # --- the thread that looks at the clock
 
     def _look(self) -> None:
+        before = time.monotonic()
         while not self._closing.wait(BEAT / 4) and self.verdict is None:
             now, limit = time.monotonic(), self.faults.lost_seconds
+            if now - before > 5 * BEAT:  # this process was stopped, or starved, and so perhaps were all
+                self._begin_anew(now)
+            before = now
             for number, process in self.neighbours.items():
                 if not alive(process):
                     self._declare(Verdict(f"{self.name(number)} has died"))
-            if quiet := self._quiet(limit):
-                names = ", ".join(self.name(number) for number in self._quiet(limit - 2 * BEAT))
-                for number in quiet:  # it lives, perhaps, and does not come to say so
-                    self._signal(number, signal.SIGUSR2)
-                self._declare(Verdict(f"no sign of life for {limit:g} s from {names}"))
+            for number in (quiet := self._quiet(limit)):  # it lives, perhaps, and does not come to say so
+                self._signal(number, signal.SIGUSR2)
             if now - self._contact > limit:
                 here = platform.node()
                 between = f"between it and {here} is" if self.places[0][2] != here else f"of {here} is down"
-                self._declare(
-                    Verdict(
-                        f"no contact with {self.name(0)} for {limit:g} s: "
-                        f"it is lost, or the network {between}"
-                    )
-                )
+                lost = f"no contact with {self.name(0)} for {limit:g} s: it is lost, or the network {between}"
+                self._declare(Verdict(lost))
+            elif quiet:
+                names = ", ".join(self.name(number) for number in self._quiet(limit - 2 * BEAT))
+                self._declare(Verdict(f"no sign of life for {limit:g} s from {names}"))
         if self.verdict:  # the main thread may wait in a collective that nothing ends
             self._found.wait()
             time.sleep(TO_END)
-            for number in self._quiet(self.faults.lost_seconds):
-                self._signal(number, signal.SIGKILL)
-            sys.stdout.flush()
+            self._kill_silent()
             os._exit(self.verdict.status)
 
+    def _begin_anew(self, now: float) -> None:
+        """Count all seconds of silence and of standing still from now on."""
+        self._seen, self._contact = dict.fromkeys(self._seen, now), now
+        self._where = (*self._where[:2], now)
+
     def _quiet(self, limit: float) -> list[int]:
-        """Ranks without a sign of life for so long, while the store could be read."""
-        until = min(time.monotonic(), self._contact)
+        """Ranks without a sign of life for so long; the first, where the store cannot be read."""
+        if time.monotonic() - self._contact > limit:
+            return [0] if self.rank != 0 else []
         watched = self._seen if self.rank == 0 else {0: self._seen[0]}
-        return [number for number, seen in watched.items() if until - seen > limit]
+        return [number for number, seen in watched.items() if self._contact - seen > limit]
+
+    def _kill_silent(self) -> None:
+        """On this machine: a rank that is lost must not hold its GPU and the port when all start again."""
+        for number in self._silent:
+            self._signal(number, signal.SIGKILL)
 
     def _signal(self, number: int, what: signal.Signals) -> None:
         """To a rank of this machine."""
@@ -292,26 +314,38 @@ class Watch:
     def _declare(self, verdict: Verdict) -> None:
         """The first verdict counts; the others are told, if they can be reached."""
         with self._one:
-            if self.verdict is not None:
+            if self._finishing:
+                self._closing.set()
+            if self._finishing or self.verdict is not None:
                 return
             self.verdict = verdict
-        threading.Thread(target=self._tell, args=(verdict,), daemon=True).start()
-        if self.rank == min(r for r, process in self.neighbours.items() if alive(process)):
-            ending = hide(f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto")
-            print(f"error: {ending}", file=sys.stderr, flush=True)
-            threading.Thread(target=self._write_down, args=(ending,), daemon=True).start()
+        self._tell(verdict)
+        self._silent = self._quiet(self.faults.lost_seconds)
+        able = {r for r, process in self.neighbours.items() if alive(process)}.difference(self._silent)
+        if self.rank == min(able):
+            saying = threading.Thread(target=self._say, args=(verdict,), daemon=True)
+            saying.start()
+            saying.join(BEAT)  # whatever it is printed to may be stuck too
         if verdict.stacks:
             self._write_stacks()
         self._found.set()
 
-    def _write_down(self, ending: str) -> None:
-        """In RUN/ended.log: what is printed may not reach the terminal, by the same fault."""
+    def _say(self, verdict: Verdict) -> None:
+        """On the terminal, and in RUN/ended.log: the first may not be reached, by the same fault."""
+        ending = hide(f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto")
+        with contextlib.suppress(OSError):
+            print(f"error: {ending}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), open(self.run / "ended.log", "a") as file:
             file.write(f"{time.strftime('%F %T')} {self.name(self.rank)}: {ending}\n")
 
     def _tell(self, verdict: Verdict) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(END, "", json.dumps(verdict))
+        """In a thread of its own: what cannot be reached may not even answer."""
+
+        def tell():
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(END, "", json.dumps(verdict))
+
+        threading.Thread(target=tell, daemon=True).start()
 
     def _write_stacks(self) -> None:
         with contextlib.suppress(Exception):  # whatever fails here, the end must come

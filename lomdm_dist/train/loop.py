@@ -66,12 +66,14 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
     if tensor_parallel > 1 and config.parallel.engine == "deepspeed":
         # so that Megatron's collectives start before the computation that they overlap with
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # a signal that comes before the processes have joined ends this one at once: there is nothing to save
+    # A signal that comes before the processes have met ends this one at once: there is nothing to save. One
+    # that a launcher sends because a rank is lost must not keep the watch from naming it.
     with (
         run_lock(config.train.run),
-        Watch(store := join(config.faults.join_seconds), config.faults, config.train.run) as watch,
-        process_grid(tensor_parallel, store) as grid,
+        contextlib.nullcontext(join(config.faults.join_seconds)) as store,
         StopRequest(config.train.run) as stop,
+        Watch(store, config.faults, config.train.run) as watch,
+        process_grid(tensor_parallel, store) as grid,
     ):
         run = Run(config, inputs, grid, stop, watch)
         try:

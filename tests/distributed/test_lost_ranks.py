@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.distributed import grids
-from tests.distributed.grids import ends_of
+from tests.distributed.grids import begin, end, ends_of
 from tests.distributed.runs import curve
 
 STEP = 8  # in which it happens
@@ -47,7 +47,15 @@ SAID = {
     r"\(ranks 0, 2 in the forward and backward passes of step 8\); where each rank stands is written in ",
     "fails": NAME + " ended: the disk said no; all end",
 }
-CASES = [("dies", 1), ("dies", 0), ("stops", 1), ("stands still", 1), ("fails", 1), ("fails", 0)]
+CASES = [
+    ("dies", 1),
+    ("dies", 0),
+    ("stops", 1),
+    ("stops", 0),
+    ("stands still", 1),
+    ("fails", 1),
+    ("fails", 0),
+]
 
 
 @pytest.mark.parametrize(("trouble", "rank"), CASES)
@@ -59,7 +67,10 @@ def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
     others = [end for number, end in enumerate(ends) if number != rank]
     assert all(status == 1 for status, _ in others), ends
     said = "".join(text for _, text in others)
-    if (trouble, rank) != ("fails", 0):  # that one says it itself
+    if (trouble, rank) == ("stops", 0):  # and with it the store, which is the first rank's
+        of_0 = "no contact with " + NAME + r" for 5 s: it is lost, or the network of \S+ is down; all end"
+        assert len(re.findall("error: " + of_0.format(0), said)) == 1, said
+    elif (trouble, rank) != ("fails", 0):  # that one says it itself
         assert len(re.findall("error: " + SAID[trouble].format(rank), said)) == 1, said
     assert ends[rank][0] == {"dies": -9, "stops": -9, "stands still": 1, "fails": 1}[trouble]
     assert max(curve(run)) == STEP - 1
@@ -69,3 +80,36 @@ def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
         stacks = [(run / f"stacks/rank-{number}.txt").read_text() for number in range(RANKS)]
         assert "a_shard_that_never_comes" in stacks[1] and "in data of step 8" in stacks[1]
         assert all("a_shard_that_never_comes" not in stacks[number] for number in (0, 2))
+
+
+def test_a_job_that_was_suspended_goes_on(base, tmp_path):
+    """As by Ctrl-Z, or by SLURM: for longer than a rank may be silent, and than a step may stand still."""
+    run = tmp_path / "run"
+    options = [*base, "train.steps=1000", "train.global_batch=24", "train.micro_batch=4", *QUICK]
+    processes, outputs = begin(RANKS, tmp_path, grids.train, [*options, f"train.run={run}"])
+    while not (run / "metrics.jsonl").exists() or len(curve(run)) < STEP:
+        assert all(process.is_alive() for process in processes), outputs[0].read_text()
+        time.sleep(0.1)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in processes:
+            os.kill(process.pid, number)
+        before = len(curve(run))
+        time.sleep(8)
+    assert len(curve(run)) > before, outputs[0].read_text()
+    (run / "stop").touch()
+    assert [status for status, _ in end(processes, outputs, 60)] == [0] * RANKS
+
+
+def train_with_a_slow_end(overrides: list[str]) -> None:
+    """The first rank is long busy with old checkpoints, when all else is done."""
+    from lomdm_dist.train import saver
+
+    saver.drop_old = lambda *_: time.sleep(8) or []
+    grids.train(overrides)
+
+
+def test_the_last_rank_may_be_late(base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, "train.steps=8", "train.global_batch=24", "train.micro_batch=4", *QUICK]
+    ends = ends_of(RANKS, tmp_path, train_with_a_slow_end, [*options, f"train.run={run}"], seconds=60)
+    assert [status for status, _ in ends] == [0] * RANKS and not (run / "ended.log").exists(), ends
