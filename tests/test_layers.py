@@ -9,7 +9,7 @@ MAY_IMPORT = {
     "ops": {"ops"},
     "model": {"model", "process", "ops", "config", "errors"},
     "data": {"data", "config", "errors", "files", "secrets"},
-    "parallel": {"parallel", "model", "ops", "config", "errors", "files", "secrets"},
+    "parallel": {"parallel", "model", "ops", "config", "errors", "files", "machine", "secrets"},
     "evaluate": {"evaluate", "process", "model", "data", "config", "errors"},
     "study": {
         "study",

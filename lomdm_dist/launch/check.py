@@ -45,7 +45,7 @@ def check(hostfile: str, config_path: str, overrides: list[str], port: int) -> d
         "environment": forwarded(),
     }
     reports = ask_all(hosts, "look", question)
-    problems = of_the_grid(hosts, config) + compare(hosts, reports, question)
+    problems = of_the_grid(hosts, config) + compare(hosts, reports, question) + kept_back()
     if not any("problem" in report for report in reports) and not reports[0]["port_problem"]:
         problems += meet(hosts, reports[0], question)
     return {
@@ -74,6 +74,8 @@ def table(hosts: list[dict]) -> list[str]:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if len({host["slots"] for host in hosts}) > 1:
         lines.append("note: the hosts have unequal slots")
+    if not any(host.get("gpus", "unknown") for host in hosts):
+        lines.append("note: no GPU anywhere: training would run on CPUs")
     return lines
 
 
@@ -103,6 +105,16 @@ def forwarded() -> dict[str, str]:
             if name.strip() in INTERFACES:
                 values[name.strip()] = value.strip()
     return values
+
+
+def kept_back() -> list[str]:
+    """Choices of an interface that were made in this shell only."""
+    handed_on = forwarded()
+    return [
+        f"{name} is set in this shell, but DeepSpeed does not hand it on: put it into .deepspeed_env"
+        for name in INTERFACES
+        if name in os.environ and name not in handed_on
+    ]
 
 
 def command(host: Host, mode: str) -> list[str]:
@@ -166,6 +178,7 @@ def compare(hosts: list[Host], reports: list[dict], question: dict) -> list[str]
         else:
             found = differences(report, *answered[0], question) + shortcomings(host, report, answered[0][1])
             found += network_problems(report, alone=len(hosts) == 1)
+            found += twin_problems(host, report, answered)
         if host is hosts[0] and "problem" not in report:
             found += first_hosts_problems(report, question["port"])
         problems += [f"{host.address}: {problem}" for problem in found]
@@ -198,6 +211,16 @@ def shortcomings(host: Host, report: dict, measure: dict) -> list[str]:
     if abs(report["clock"]) > CLOCK_SECONDS:
         problems.append(f"its clock is {report['clock']:+.0f} s from this machine's: set both by NTP")
     return problems
+
+
+def twin_problems(host: Host, report: dict, answered: list[tuple[Host, dict]]) -> list[str]:
+    """A host that another line has named already, by another name."""
+    twins = [
+        other.address
+        for other, theirs in answered
+        if other.line < host.line and report["machine"] and theirs["machine"] == report["machine"]
+    ]
+    return [f"it is the same machine as {twins[0]}: each GPU would have two ranks"] if twins else []
 
 
 def network_problems(report: dict, alone: bool) -> list[str]:

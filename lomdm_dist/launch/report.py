@@ -31,7 +31,7 @@ def look(question: dict) -> dict:
     import psutil
     import torch
 
-    from lomdm_dist.machine import versions
+    from lomdm_dist.machine import machine_in_sight, versions
 
     config, run = Path(question["config"]), existing(Path(question["run"]))
     interfaces = {
@@ -41,6 +41,7 @@ def look(question: dict) -> dict:
     environment = os.environ | question["environment"]
     return {
         "name": platform.node(),
+        "machine": machine_in_sight(),
         "versions": versions(),
         "package": package_hash(),
         "config": sha256(config) if config.is_file() else None,

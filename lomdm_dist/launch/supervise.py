@@ -1,5 +1,6 @@
 """Run a training command, and start it again when it fails."""
 
+import contextlib
 import ctypes
 import signal
 import subprocess
@@ -42,16 +43,18 @@ def supervise(command: list[str], restarts: int, first_pause: float = FIRST_PAUS
         status, stopped = _run(command, stops, inherited)
         now = time.monotonic()
         if status not in (DONE, MISTAKE):
-            _wait_for_the_rest()
+            stopped = _wait_for_the_rest(stops) or stopped
         quick = quick + 1 if now - begun < MINUTE else 0
         while recent and now - recent[0] > DAY:
             recent.popleft()
         end = f"{_in_words(status)} after {now - begun:.0f} s"
         if stopped or status in (DONE, MISTAKE, REQUEUE):
-            _say(f"{end}{', stopped on request' if stopped else ''}")
-            return REQUEUE if stopped and status != DONE else status
+            if stopped and status not in (DONE, MISTAKE):
+                end, status = f"{end}; status {REQUEUE}", REQUEUE
+            _say(f"{end}{', stopped on request' if stopped or status == REQUEUE else ''}")
+            return status
         if len(recent) >= restarts or quick == QUICK_FAILURES:
-            why = f"{restarts} restarts in 24 hours are used up"
+            why = f"{restarts} restarts in 24 hours are used up" if restarts else "no restarts are asked for"
             if quick == QUICK_FAILURES:
                 why = f"{quick} failures in a row, each within a minute of its start, are no chance"
             _say(f"{end}; given up: {why}")
@@ -83,14 +86,25 @@ def _run(command: list[str], stops: set, inherited: set) -> tuple[int, bool]:
     return (status if status >= 0 else 128 - status), stopped
 
 
-def _wait_for_the_rest() -> None:
-    """For what the command has left running: a restart would meet it, the end of a job kill it."""
+def _wait_for_the_rest(stops: set) -> bool:
+    """For what the command has left running: a restart would meet it, the end of a job kill it.
+
+    Whether a stop was asked for meanwhile, which is passed on.
+    """
+    stopped, deadline = False, time.monotonic() + PATIENCE
     left = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(left, timeout=PATIENCE)
-    for process in alive:
+    while left and time.monotonic() < deadline:
+        _, left = psutil.wait_procs(left, timeout=1)
+        if left and signal.sigtimedwait(stops, 0):
+            stopped = True
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+    for process in left:
         _say(f"kills process {process.pid}, left behind for {PATIENCE} s")
         process.kill()
-    psutil.wait_procs(alive)
+    psutil.wait_procs(left)
+    return stopped
 
 
 def _check_resumes(command: list[str]) -> None:
@@ -103,11 +117,9 @@ def _check_resumes(command: list[str]) -> None:
 
 
 def _in_words(status: int) -> str:
-    if status > 128:
-        try:
-            return f"ended with status {status} ({signal.Signals(status - 128).name})"
-        except ValueError:
-            pass
+    for number in (status - 128, 256 - status):  # a shell's way, and that of DeepSpeed, whose -9 is 247
+        with contextlib.suppress(ValueError):
+            return f"ended with status {status} ({signal.Signals(number).name})"
     return f"ended with status {status}"
 
 

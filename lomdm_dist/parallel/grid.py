@@ -128,6 +128,8 @@ def join(seconds: float = JOIN_SECONDS) -> dist.Store:
     missing = ""
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's store outlives the processes that it starts again
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{rank()}", "")
         with contextlib.suppress(dist.DistError):
             store.wait([f"here/{other}" for other in range(count)], timeout)

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from lomdm_dist.config import FaultsConfig
-from lomdm_dist.errors import REQUEUE, RunFailed, StoppedOnRequest, first_line
+from lomdm_dist.errors import FAILED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError, first_line
 from lomdm_dist.files import write_atomically
+from lomdm_dist.machine import machine_in_sight
 from lomdm_dist.parallel.grid import rank, world_size
-from lomdm_dist.secrets import hide
+from lomdm_dist.secrets import hide, say
 
 BEAT = 1.0  # seconds between signs
 TO_END = 5.0  # seconds that a process has for ending by itself
@@ -84,7 +85,7 @@ class Watch:
     def __init__(self, store: dist.Store, faults: FaultsConfig, run: Path):
         self.faults, self.run, self.rank = faults, run, rank()
         self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
-        place = (_machine(), os.getpid(), platform.node())
+        place = (f"{platform.node()} {machine_in_sight()}", os.getpid(), platform.node())
         self.places = [tuple(json.loads(text)) for text in self._all("place", json.dumps(place))]
         try:
             self.neighbours = {
@@ -103,6 +104,7 @@ class Watch:
         self._contact, self._closing, self._found = time.monotonic(), threading.Event(), threading.Event()
         self._one, self._finishing = threading.Lock(), False
         self._silent: list[int] = []  # when the verdict came
+        self.stacks, self._asked = run / "stacks" / f"rank-{self.rank}.txt", None
         self._slow: tuple[int, float] | None = None
         self._table_due = FOREVER
         self.at(0, SAVING)  # nothing is known yet of how long things take
@@ -122,8 +124,10 @@ class Watch:
         if len(self.places) > 1:
             for work in (self._talk, self._look):
                 threading.Thread(target=work, daemon=True, name="watch").start()
-        with contextlib.suppress(ValueError, OSError):  # `kill -USR2` shows where a process stands
-            faulthandler.register(signal.SIGUSR2, sys.__stderr__)
+        with contextlib.suppress(OSError):  # `kill -USR2` writes down where a process stands
+            self.stacks.parent.mkdir(parents=True, exist_ok=True)
+            self._asked = open(self.stacks, "a")
+            faulthandler.register(signal.SIGUSR2, self._asked)
         return self
 
     def at(self, step: int, phase: str) -> None:
@@ -136,7 +140,7 @@ class Watch:
         usual = self.median()
         self.durations.append(seconds)
         if self.rank == 0 and usual and seconds > max(self.faults.slow_factor * usual, BEAT):
-            print(f"step {step} took {seconds:.3g} s, {seconds / usual:.3g} times the median", flush=True)
+            say(f"step {step} took {seconds:.3g} s, {seconds / usual:.3g} times the median")
             self._slow = (step, time.monotonic())
 
     def median(self) -> float | None:
@@ -160,6 +164,13 @@ class Watch:
 
     def __exit__(self, kind, error, _):
         """Tell the others of an error of this rank; explain one that a lost peer left in a collective."""
+        if self._asked is not None:
+            faulthandler.unregister(signal.SIGUSR2)
+            self._asked.close()
+            with contextlib.suppress(OSError):  # the folder stays where another rank has something in it
+                if not self.stacks.stat().st_size:
+                    self.stacks.unlink()
+                self.stacks.parent.rmdir()
         if error is None or self._closing.is_set() or len(self.places) == 1:
             self._closing.set()
             return
@@ -182,7 +193,7 @@ class Watch:
         count = 0
         while not self._closing.wait(BEAT) and self.verdict is None:
             count += 1
-            with contextlib.suppress(RuntimeError):  # of the store; `_look` counts the seconds
+            with contextlib.suppress(RuntimeError, ValueError):  # of the store; `_look` counts the seconds
                 self._store.set(f"sign/{self.rank}", json.dumps(self._sign(count)))
                 if self._store.check([END]):
                     self._declare(Verdict(*json.loads(self._store.get(END))))
@@ -223,10 +234,10 @@ class Watch:
                 )
             )
         if time.monotonic() > self._table_due:
-            print("\n".join(self.table("mean")), flush=True)
+            say("\n".join(self.table("mean")))
             self._table_due = FOREVER
         if self._slow and (self._all_past(self._slow[0]) or time.monotonic() - self._slow[1] > 5 * BEAT):
-            print("\n".join(self.table("last")), flush=True)
+            say("\n".join(self.table("last")))
             self._slow = None
 
     def show_table(self) -> None:
@@ -251,14 +262,19 @@ class Watch:
         worst = sorted(rows, key=lambda r: -rows[r][0])[:WORST]
         middle = [statistics.median(column) for column in zip(*rows.values(), strict=True)]
         probe = statistics.median(sign.probe for sign in self.signs.values())
+
+        def milliseconds(seconds: float) -> str:
+            return f"{1e3 * seconds:>19.2f} ms" if seconds else f"{'-':>22}"  # not yet measured
+
         head = "seconds a step    data   computing   a fixed computation"
-        lines = [head, f"{'median':<16}{middle[1]:>6.3f}{middle[2]:>12.3f}{1e3 * probe:>19.2f} ms"]
+        lines = [head, f"{'median':<16}{middle[1]:>6.3f}{middle[2]:>12.3f}{milliseconds(probe)}"]
         for number in worst:
             _, data, work = rows[number]
             slow = "  <- slow" if rows[number][0] > 1.5 * middle[0] and rows[number][0] > 1e-3 else ""
-            own = self.signs[number].probe
             name = f"rank {number} {self.places[number][2]}"
-            lines.append(f"{name[:16]:<16}{data:>6.3f}{work:>12.3f}{1e3 * own:>19.2f} ms{slow}")
+            lines.append(
+                f"{name[:16]:<16}{data:>6.3f}{work:>12.3f}{milliseconds(self.signs[number].probe)}{slow}"
+            )
         return lines
 
     # --- the thread that looks at the clock
@@ -332,9 +348,9 @@ class Watch:
 
     def _say(self, verdict: Verdict) -> None:
         """On the terminal, and in RUN/ended.log: the first may not be reached, by the same fault."""
-        ending = hide(f"{verdict.text}; all end, in step {self._where[0]}; continue with --resume auto")
-        with contextlib.suppress(OSError):
-            print(f"error: {ending}", file=sys.stderr, flush=True)
+        ending = hide(f"{verdict.text}; all end, in step {self._where[0]}")
+        ending += "" if verdict.status == MISTAKE else "; continue with --resume auto"
+        say(f"error: {ending}", sys.stderr)
         with contextlib.suppress(OSError), open(self.run / "ended.log", "a") as file:
             file.write(f"{time.strftime('%F %T')} {self.name(self.rank)}: {ending}\n")
 
@@ -349,20 +365,13 @@ class Watch:
 
     def _write_stacks(self) -> None:
         with contextlib.suppress(Exception):  # whatever fails here, the end must come
-            path = self.run / "stacks" / f"rank-{self.rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
+            with open(self.stacks, "a") as file:
                 file.write(f"{self.name(self.rank)}, in {self._where[1]} of step {self._where[0]}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             if torch.cuda.is_available():  # the last collectives, as torch's tools read them
                 record = torch._C._distributed_c10d._dump_nccl_trace()
-                write_atomically(path.with_suffix(".flight"), record)
-
-
-def _machine() -> str:
-    """Equal where one process can see another: the same host, and the same processes in sight."""
-    return f"{platform.node()} {os.stat('/proc/self/ns/pid').st_ino if os.path.exists('/proc') else ''}"
+                write_atomically(self.stacks.with_suffix(".flight"), record)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -378,7 +387,9 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    return REQUEUE if isinstance(error, StoppedOnRequest) else 1
+    if isinstance(error, StoppedOnRequest):
+        return REQUEUE
+    return MISTAKE if isinstance(error, UserError) else FAILED
 
 
 def _ranks(numbers: list[int]) -> str:

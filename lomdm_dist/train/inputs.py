@@ -15,6 +15,7 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.parallel.grid import place_on_machine, rank, world_size
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint
 
+STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
 LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
 
 
@@ -62,7 +63,12 @@ def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoi
             f"{run} has checkpoints, but no file {LATEST} that names one: write step-N into it, or give "
             "another train.run"
         )
-    if run.exists() and any(run.iterdir()) and not started and not (run / LOCK).exists():
+    if (
+        run.exists()
+        and {path.name for path in run.iterdir()} - {STOP}
+        and not started
+        and not (run / LOCK).exists()
+    ):
         raise UserError(f"train.run {run} holds files that are not of a run; give another folder")
     if resume is None or (resume == "auto" and not started):
         return None

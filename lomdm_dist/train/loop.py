@@ -38,7 +38,7 @@ from lomdm_dist.train.stop import StopRequest
 
 STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
 ROLLBACKS = 3  # to one checkpoint
-SPIKE = 6.0  # times the usual spread above the usual loss
+SPIKE = 10.0  # times the usual spread above the usual loss
 KNOWN_LOSSES = 100  # steps that say what is usual
 
 
@@ -199,8 +199,10 @@ class Run:
         self.watch.at(self.progress.step, SAVING)
         try:
             self.saver.wait()
-        finally:
+        except UserError:
             self.watch.finish()
+            raise
+        self.watch.finish()
 
     def step(self, step: int) -> tuple[bool, dict[str, float]]:
         """One optimiser step over the global batch: whether its numbers are some, and sums over all ranks."""
@@ -360,6 +362,7 @@ class Run:
         faults, run = self.config.faults, self.config.train.run
         if faults.on_nonfinite != "rollback" or self.bad_in_a_row < faults.nonfinite_in_a_row:
             return False
+        self.watch.at(self.progress.step, SAVING)  # for as long as it takes
         with contextlib.suppress(UserError):  # said already
             self.saver.wait()
         self.grid.all_agree(True)

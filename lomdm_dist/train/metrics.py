@@ -19,7 +19,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.parallel.grid import Grid
-from lomdm_dist.secrets import hide
+from lomdm_dist.secrets import hide, say
 
 WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
 
@@ -142,16 +142,16 @@ class Reporter:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def go_back(self, step: int) -> None:
-        """Forget what was reported after a step."""
+        """Forget what was reported after a step; a full disk has room for less."""
         if self.active:
-            self._file.close()
-            _keep_until(self.path, step)
-            self._file = self._open()
+            self._unwritten = b"".join(_until(step, self._unwritten.splitlines(keepends=True)))
+            with contextlib.suppress(OSError):
+                kept = _until(step, self.path.read_bytes().splitlines(keepends=True))
+                os.truncate(self.path, sum(map(len, kept)))
 
     def say(self, text: str) -> None:
         if self.active:
-            with contextlib.suppress(OSError):  # a full disk under the log
-                print(hide(text), flush=True)
+            say(text)
 
     def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
@@ -167,6 +167,10 @@ class Reporter:
 
     def close(self) -> None:
         if self.active:
+            try:
+                self._write()
+            except OSError as error:
+                self.say(f"cannot write {self.path}: {error.strerror}; its last lines are lost")
             self._file.close()
             if self._wandb:
                 self._wandb.finish()
@@ -175,14 +179,18 @@ class Reporter:
 def _keep_until(path: Path, step: int) -> None:
     """Drop what a killed run logged after the checkpoint that is resumed from."""
     if path.exists():
-        kept = []
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # the last line of a killed process may be cut
-        write_atomically(path, "".join(line + "\n" for line in kept))
+        lines = path.read_text(errors="replace").splitlines()
+        write_atomically(path, "".join(line + "\n" for line in _until(step, lines)))
+
+
+def _until(step: int, lines: list) -> list:
+    """The lines up to a step; without one that is cut, as the last one of a killed process may be."""
+    kept = []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
 
 
 def _start_wandb(config: Config):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -77,6 +78,7 @@ class Saver:
         final = self.folder / f"step-{progress.step}"
         partial = final.with_name(f".{final.name}.partial")
         try:
+            self._together(final, lambda: _check_finite(state))
             self._together(final, lambda: self._prepare(partial))
             self._together(final, lambda: self._write_pieces(state, partial))
             self._together(final, lambda: self._add_config(partial))
@@ -134,6 +136,13 @@ class Saver:
         )
         write_atomically(partial / STATE, state.model_dump_json(indent=1) + "\n")
         publish(partial, final, self.config.train.run / LATEST)
+
+
+def _check_finite(state: dict) -> None:
+    """A checkpoint that no run can go on from must not take the place of one that it can."""
+    for name, tensor in state.items():
+        if name.startswith("raw/") and not torch.Tensor.isfinite(tensor.as_subclass(torch.Tensor)).all():
+            raise ValueError(f"the weights {name.removeprefix('raw/')} are no numbers")
 
 
 def _checksums(partial: Path) -> dict[str, str]:

@@ -10,8 +10,8 @@ import psutil
 
 from lomdm_dist.parallel.grid import rank
 from lomdm_dist.parallel.watch import alive
+from lomdm_dist.train.inputs import STOP
 
-STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
 LOOK_SECONDS = 1.0
 
 
@@ -33,7 +33,6 @@ class StopRequest:
         self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
         parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
         self._launchers = [p for p in parents if _is_launcher(p, self.LAUNCHERS)]
-        self._remove()  # of an earlier run
         return self
 
     def _note(self, *_):
@@ -49,15 +48,12 @@ class StopRequest:
         self._looked = time.monotonic()
         return self.file.exists()
 
-    def _remove(self) -> None:
+    def __exit__(self, *_):
         if self.file is not None:
             with contextlib.suppress(OSError):
                 self.file.unlink(missing_ok=True)
-
-    def __exit__(self, *_):
-        self._remove()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number, handler in self._before.items():  # a second signal must not change how the process ends
+            signal.signal(number, signal.SIG_IGN if self._signalled else handler)
 
 
 def _is_launcher(process: psutil.Process, names: tuple[str, ...]) -> bool:

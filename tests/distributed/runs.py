@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def command(processes: int, *arguments, config="configs/demo.yaml") -> list[str]:
+def command(processes: int, *arguments, config="configs/demo.yaml", launcher=()) -> list[str]:
     train = ["train.py", "--config", str(config), *map(str, arguments)]
     if processes == 1:
         return [sys.executable, *train]
@@ -23,6 +23,7 @@ def command(processes: int, *arguments, config="configs/demo.yaml") -> list[str]
         "--standalone",
         "--nproc_per_node",
         str(processes),
+        *launcher,
     ]
     return [*torchrun, *train]
 

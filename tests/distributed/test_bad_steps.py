@@ -158,6 +158,39 @@ def test_skip_stops_after_so_many_in_a_row(base, tmp_path):
     assert "the loss of step 5 is nan" in end and "(2 in a row)" in end
 
 
+def break_weights(overrides: list[str]) -> tuple[list[str], str]:
+    """After the update of the third batch one weight is NaN, as by a device that computes wrongly, once."""
+    from lomdm_dist.train import loop
+
+    plain, broken = loop.Run._count, []
+
+    def count(run, good, sums):
+        plain(run, good, sums)
+        if run.progress.sequences == 3 * BATCH and not broken:
+            broken.append(True)
+            run.engine.pieces[0].master[0] = math.nan
+
+    loop.Run._count = count
+    return train(overrides, set(), 0)
+
+
+@pytest.mark.parametrize("way", ["skip", "rollback"])
+def test_bad_weights_are_never_saved(way, base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, *STEPS, "parallel.zero_stage=0", "train.save_every=1", f"train.run={run}"]
+    options += [f"faults.on_nonfinite={way}", "faults.nonfinite_in_a_row=2"]
+    ((said, end),) = on_processes(1, break_weights, options)
+    assert any("step-3: ValueError: the weights" in line and "are no numbers" in line for line in said), said
+    if way == "skip":
+        assert "whose weights" in end and "are no numbers already" in end and "(2 in a row)" in end
+        assert (run / "latest").read_text() == "step-2\n"
+    else:
+        assert end == "" and "rolled back to step 2; the data up to step 5 are left behind" in said
+        assert (run / "latest").read_text() == "step-9\n" and list(curve(run)) == list(range(1, 10))
+    for name in (run / "checkpoints").iterdir():
+        assert all(p.isfinite().all() for p in Checkpoint(name).build_model("raw").parameters())
+
+
 def test_a_fault_that_does_not_come_again_is_named_so():
     from lomdm_dist.train.bad_steps import Found, say
 

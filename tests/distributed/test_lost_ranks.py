@@ -16,11 +16,23 @@ RANKS = 3
 QUICK = ["faults.lost_seconds=5", "faults.hang_seconds=2", "faults.hang_factor=2"]
 
 
+def troubled_on_a_full_disk(overrides: list[str], trouble: str, at_rank: int) -> None:
+    """What the first rank prints goes nowhere."""
+    from lomdm_dist.parallel.grid import rank
+
+    if rank() == 0:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 1)
+        os.dup2(full, 2)
+    troubled(overrides, trouble, at_rank)
+
+
 def a_shard_that_never_comes() -> None:
     time.sleep(1000)
 
 
 def troubled(overrides: list[str], trouble: str, at_rank: int) -> None:
+    from lomdm_dist.errors import UserError
     from lomdm_dist.parallel.grid import rank
     from lomdm_dist.train import loop
 
@@ -30,6 +42,8 @@ def troubled(overrides: list[str], trouble: str, at_rank: int) -> None:
         if rank() == at_rank and run.progress.step == STEP - 1:
             if trouble == "fails":
                 raise ValueError("the disk said no\nand more")
+            if trouble == "is mistaken":
+                raise UserError("data.train is wrong")
             if trouble == "stands still":
                 a_shard_that_never_comes()
             os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[trouble])
@@ -80,6 +94,23 @@ def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
         stacks = [(run / f"stacks/rank-{number}.txt").read_text() for number in range(RANKS)]
         assert "a_shard_that_never_comes" in stacks[1] and "in data of step 8" in stacks[1]
         assert all("a_shard_that_never_comes" not in stacks[number] for number in (0, 2))
+
+
+def test_a_mistake_of_one_is_a_mistake_of_all(base, tmp_path):
+    """A launcher must not try again."""
+    options = [*base, "train.steps=1000", "train.global_batch=24", "train.micro_batch=4"]
+    ends = ends_of(RANKS, tmp_path, troubled, [*options, f"train.run={tmp_path / 'run'}"], "is mistaken", 1)
+    assert [status for status, _ in ends] == [2] * RANKS
+    assert "ended: data.train is wrong; all end, in step 8\n" in ends[0][1], "and no word of going on"
+
+
+def test_a_full_disk_under_the_log_holds_up_no_end(base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, "train.steps=1000", "train.global_batch=24", "train.micro_batch=4", *QUICK]
+    options.append(f"train.run={run}")
+    ends = ends_of(RANKS, tmp_path, troubled_on_a_full_disk, options, "stops", 1, seconds=60)
+    assert [status for status, _ in ends] == [1, -9, 1]
+    assert "no sign of life for 5 s from rank 1" in (run / "ended.log").read_text()
 
 
 def test_a_job_that_was_suspended_goes_on(base, tmp_path):

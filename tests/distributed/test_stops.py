@@ -26,7 +26,7 @@ def train(overrides: list[str], how: str) -> None:
 
     def backpropagate(*arguments):
         calls[0] += 1
-        if calls[0] == 2 * STEP and rank() == 2:  # two micro-batches a step
+        if how != "nothing" and calls[0] == 2 * STEP and rank() == 2:  # two micro-batches a step
             if how == "file":
                 (config.train.run / "stop").touch()
             else:
@@ -38,6 +38,16 @@ def train(overrides: list[str], how: str) -> None:
         loop.train(config)
     except StoppedOnRequest:
         os._exit(REQUEUE)
+
+
+def test_a_file_from_before_the_start_counts(base, tmp_path):
+    """It may have been made while the job was waiting in a queue."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "stop").touch()
+    options = [*base, "train.steps=100000", f"train.run={run}"]
+    assert [status for status, _ in ends_of(2, tmp_path, train, options, "nothing")] == [75] * 2
+    assert Checkpoint(run).progress.step == 1 and not (run / "stop").exists()
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])

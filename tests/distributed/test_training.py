@@ -98,6 +98,19 @@ def test_sigterm_saves_and_exits_75(tmp_path, base):
     assert (run / "latest").read_text() == f"step-{last}\n"
 
 
+def test_torchrun_starts_again_and_goes_on(tmp_path, base):
+    """Its store outlives the processes, and what they had written there."""
+    run = tmp_path / "run"
+    options = [*base, "train.steps=60", "train.save_every=5", f"train.run={run}", "--resume", "auto"]
+    process = start(2, *options, launcher=["--max-restarts", "1"])
+    wait_for(run / "latest", "step-", process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    workers[-1].kill()
+    said = finish(process)
+    assert "has died" in said and "from step " in said
+    assert (run / "latest").read_text() == "step-60\n" and len(curve(run)) == 60
+
+
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGKILL])
 def test_workers_whose_launcher_is_gone_save_and_end(tmp_path, base, number):
     """torchrun dies of either and tells its workers nothing; the run must neither go on nor be lost."""

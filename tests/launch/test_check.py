@@ -37,6 +37,7 @@ esac
 def report(**changes) -> dict:
     well = {
         "name": "n",
+        "machine": "",
         "versions": {"torch": "2.13.0", "python": "3.11.7"},
         "package": "p",
         "config": "c",
@@ -152,6 +153,22 @@ def test_the_processes_must_form_the_grid(text, overrides, message):
     assert not problems if message is None else problems[0].startswith(message)
 
 
+def test_two_names_of_one_machine_are_seen():
+    problems = compare(report(machine="a"), report(machine="b"), report(machine="a"))
+    assert problems == ["node2: it is the same machine as node0: each GPU would have two ranks"]
+
+
+def test_a_choice_that_deepspeed_does_not_hand_on_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    (problem,) = check.kept_back()
+    assert problem.startswith("GLOO_SOCKET_IFNAME is set in this shell, but DeepSpeed does not hand it on")
+    (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=ib0\n")
+    assert check.kept_back() == []
+
+
 def test_a_port_in_use_is_seen():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -186,6 +203,7 @@ def cluster(tmp_path, monkeypatch):
     for name, value in {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": home, "PYTHONPATH": ROOT}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(check, "twin_problems", lambda *_: [])  # they are one machine
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
 
@@ -213,7 +231,11 @@ def checked(words: list[str], capsys) -> tuple[int, list[str], dict]:
 
 def test_hosts_that_are_well_pass(cluster, capsys):
     status, problems, result = checked(cluster("a slots=2\nme@b slots=2\n"), capsys)
-    assert (status, problems, result["problems"]) == (0, [], [])
+    assert (status, result["problems"]) == (0, [])
+    assert problems == [
+        "note: no GPU anywhere: training would run on CPUs",
+        "nothing found that would keep this job from running",
+    ]
     assert [host["host"] for host in result["hosts"]] == ["a", "me@b"]
     assert list(Path(".").glob(".lomdm-check-*")) == [] and not Path("runs").exists()
 
@@ -230,7 +252,7 @@ def test_what_only_the_meeting_shows(cluster, capsys, monkeypatch):
     assert len(missing) == 3
     assert any(p.startswith("unshared: does not see what a writes to ") for p in problems)
     assert any(p.startswith("walled: cannot reach port ") and "Connection refused" in p for p in problems)
-    assert len(problems) == 6
+    assert len(problems) == 7 and problems[1].startswith("note: no GPU anywhere")
 
 
 def test_hosts_that_do_not_answer(cluster, capsys, monkeypatch):
