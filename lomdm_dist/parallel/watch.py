@@ -369,9 +369,11 @@ class Watch:
                 file.write(f"{self.name(self.rank)}, in {self._where[1]} of step {self._where[0]}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            if torch.cuda.is_available():  # the last collectives, as torch's tools read them
-                record = torch._C._distributed_c10d._dump_nccl_trace()
-                write_atomically(self.stacks.with_suffix(".flight"), record)
+            recorders = (
+                torch._C._distributed_c10d
+            )  # of the last collectives, for torch's flight-recorder tools
+            dump = getattr(recorders, "_dump_nccl_trace", recorders._dump_fr_trace)
+            write_atomically(self.stacks.with_suffix(".flight"), dump())
 
 
 def alive(process: psutil.Process) -> bool:

@@ -41,7 +41,7 @@ class Found:
         return ", ".join(parts)
 
 
-def say(step: int, loss: float, norm: float, found: list[Found]) -> str:
+def describe(step: int, loss: float, norm: float, found: list[Found]) -> str:
     """One line on a step: what is no number, on which ranks, and where it began."""
     what = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
@@ -86,7 +86,7 @@ def first_bad_weight(pieces) -> str | None:
     return next((piece.name for piece in pieces if not piece.master.isfinite().all()), None)
 
 
-def write(run: Path, step: int, found: Found, rows: Rows, first: int, data: Reader) -> None:
+def write_down(run: Path, step: int, found: Found, rows: Rows, first: int, data: Reader) -> None:
     """RUN/bad_steps/step-N.rank-R.json: the sequences of this rank, by place and by tokens."""
     sources, indices = data.order.at(first, len(rows.ids))
     content = vars(found) | {

@@ -25,8 +25,9 @@ from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
 from lomdm_dist.parallel.optimizer import set_learning_rates
 from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch
+from lomdm_dist.secrets import say
 from lomdm_dist.study.plan import Plan, calibrate
-from lomdm_dist.train.bad_steps import Found, first_bad_gradient, first_bad_weight, say, write
+from lomdm_dist.train.bad_steps import Found, describe, first_bad_gradient, first_bad_weight, write_down
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress
 from lomdm_dist.train.fit import fit, probe, wanted
 from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
@@ -341,14 +342,12 @@ class Run:
         found = Found(rank(), own, bad[0] if bad else None, weight)
         if found.bad:
             try:
-                write(self.config.train.run, step + 1, found, rows, self._position, self.data)
+                write_down(self.config.train.run, step + 1, found, rows, self._position, self.data)
             except OSError as error:
-                print(f"cannot write down the sequences of step {step + 1}: {error}", flush=True)
-        said = say(step + 1, loss, norm, self.grid.gather(found))
-        times = self.bad_in_a_row + 1
-        if faults.on_nonfinite == "stop" or (
-            faults.on_nonfinite == "skip" and times >= faults.nonfinite_in_a_row
-        ):
+                say(f"cannot write down the sequences of step {step + 1}: {error}")
+        said, times = describe(step + 1, loss, norm, self.grid.gather(found)), self.bad_in_a_row + 1
+        most = {"stop": 1, "skip": faults.nonfinite_in_a_row, "rollback": math.inf}[faults.on_nonfinite]
+        if times >= most:
             self.watch.finish()
             raise RunFailed(
                 f"{said} ({times} in a row); nothing was saved after it: resume from {self.config.train.run}/"

@@ -192,12 +192,12 @@ def test_bad_weights_are_never_saved(way, base, tmp_path):
 
 
 def test_a_fault_that_does_not_come_again_is_named_so():
-    from lomdm_dist.train.bad_steps import Found, say
+    from lomdm_dist.train.bad_steps import Found, describe
 
     clean = [Found(r, 5.0) for r in range(3)]
-    assert "done again it is finite on every rank" in say(7, math.inf, 1.0, clean)
+    assert "done again it is finite on every rank" in describe(7, math.inf, 1.0, clean)
     found = [Found(0, 5.0), Found(1, 5.0, weight="a.weight"), *[Found(r, math.nan, "b") for r in range(2, 9)]]
-    text = say(7, 5.0, math.nan, found)
+    text = describe(7, 5.0, math.nan, found)
     assert text.startswith(
         "the gradient norm of step 7 is nan: rank 1, whose weights a.weight are no numbers"
     )

@@ -1,6 +1,7 @@
 """A rank that dies, stops, stands still or fails is named by the others, which end; never a hang."""
 
 import os
+import pickle
 import re
 import signal
 import time
@@ -94,6 +95,8 @@ def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
         stacks = [(run / f"stacks/rank-{number}.txt").read_text() for number in range(RANKS)]
         assert "a_shard_that_never_comes" in stacks[1] and "in data of step 8" in stacks[1]
         assert all("a_shard_that_never_comes" not in stacks[number] for number in (0, 2))
+        last = pickle.loads((run / "stacks/rank-2.flight").read_bytes())["entries"][-1]
+        assert last["profiling_name"].startswith("gloo:") and last["state"] != "completed"
 
 
 def test_a_mistake_of_one_is_a_mistake_of_all(base, tmp_path):
