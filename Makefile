@@ -11,11 +11,14 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: install
 	python launchers/demo.py
 
+# two at a time, each in one thread: many tests start several processes of their own
+PYTEST := OMP_NUM_THREADS=1 pytest -n 2
+
 test: install
-	pytest
+	$(PYTEST)
 
 test-all: install
-	pytest -m ""
+	$(PYTEST) -m ""
 
 lint: install
 	ruff check .

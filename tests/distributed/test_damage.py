@@ -49,11 +49,11 @@ def sign(folder: Path, change) -> None:
     Manifest.model_validate(manifest).write(folder)
 
 
-def replace_shard(folder: Path, content: bytes) -> None:
+def replace_shard(folder: Path, content: bytes, **changes) -> None:
     """Another shard 1, which the manifest agrees with."""
     (folder / "00001.tar").write_bytes(content)
-    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    sign(folder, lambda manifest: manifest["shards"][1].update(facts))
+    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} | changes
+    sign(folder, lambda m: (m["shards"][1].update(facts), m.update(sequences=_sum(m))))
 
 
 def flip(folder: Path) -> None:
@@ -75,8 +75,7 @@ def wrong_dtype(folder: Path) -> None:
     rows = ShardSet(folder).rows(np.arange(50))
     other = ShardWriter(folder.parent / "other", rows.shape[1], 70_000)
     other._write(rows.astype("<u4"))
-    replace_shard(folder, (folder.parent / "other/00000.tar").read_bytes())
-    sign(folder, lambda m: (m["shards"][1].update(sequences=50), m.update(sequences=_sum(m))))
+    replace_shard(folder, (folder.parent / "other/00000.tar").read_bytes(), sequences=50)
 
 
 def _sum(manifest: dict) -> int:

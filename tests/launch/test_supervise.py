@@ -37,6 +37,8 @@ def launch(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # a shell that starts the tests in the background has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return start
