@@ -145,6 +145,17 @@ def test_objects_that_are_no_tensors_are_never_read(checkpoint, tmp_path, mark, 
     assert not mark.exists()
 
 
+def test_metadata_that_other_pythons_wrote(checkpoint, monkeypatch):
+    """3.11.0 to 3.11.3 write a member of an enumeration by `getattr`."""
+    kind = dcp.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)))
+    content = pickle.dumps(dcp.FileSystemReader(checkpoint).read_metadata())
+    assert b"getattr" in content
+    (checkpoint / ".metadata").write_bytes(content)
+    sign(checkpoint)
+    assert Checkpoint(checkpoint).build_model()
+
+
 def test_metadata_are_those_that_dcp_reads(checkpoint):
     ours, theirs = (
         read_metadata(checkpoint, ["__0_0.distcp"]),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 METADATA = ".metadata"
-_OF_DCP = {
+_NAMED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "TensorStorageMetadata",
@@ -34,7 +34,12 @@ _OF_DCP = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath"},  # of the folder that was written
+    # of the folder that was written
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13's
+    "builtins": {
+        "getattr"
+    },  # how Python 3.11.0 to 3.11.3 write a member of an enumeration; not called either
 }
 
 
@@ -50,7 +55,7 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
-        if name in _OF_DCP.get(module, ()):
+        if name in _NAMED.get(module, ()):
             return _Record
         if (module, name) == ("torch", "Size"):
             return tuple
