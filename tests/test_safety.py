@@ -33,7 +33,7 @@ from lomdm_dist.data.tokenizer import load_tokenizer
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import sha256
 from lomdm_dist.secrets import hide
-from lomdm_dist.train.checkpoint import State, find_checkpoint
+from lomdm_dist.train.checkpoint import Checkpoint, State, find_checkpoint
 from lomdm_dist.train.metrics import _start_wandb
 from lomdm_dist.train.safe_reader import read_metadata
 from tests.distributed.runs import ROOT, command
