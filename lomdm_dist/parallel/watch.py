@@ -191,7 +191,7 @@ class Watch:
 
     def _talk(self) -> None:
         count = 0
-        while not self._closing.wait(BEAT) and self.verdict is None:
+        while self._goes_on(BEAT):
             count += 1
             with contextlib.suppress(RuntimeError, ValueError):  # of the store; `_look` counts the seconds
                 self._store.set(f"sign/{self.rank}", json.dumps(self._sign(count)))
@@ -280,12 +280,8 @@ class Watch:
     # --- the thread that looks at the clock
 
     def _look(self) -> None:
-        before = time.monotonic()
-        while not self._closing.wait(BEAT / 4) and self.verdict is None:
+        while self._goes_on(BEAT / 4):
             now, limit = time.monotonic(), self.faults.lost_seconds
-            if now - before > 5 * BEAT:  # this process was stopped, or starved, and so perhaps were all
-                self._begin_anew(now)
-            before = now
             for number, process in self.neighbours.items():
                 if not alive(process):
                     self._declare(Verdict(f"{self.name(number)} has died"))
@@ -305,10 +301,17 @@ class Watch:
             self._kill_silent()
             os._exit(self.verdict.status)
 
-    def _begin_anew(self, now: float) -> None:
-        """Count all seconds of silence and of standing still from now on."""
-        self._seen, self._contact = dict.fromkeys(self._seen, now), now
-        self._where = (*self._where[:2], now)
+    def _goes_on(self, seconds: float) -> bool:
+        """Wait; whether there is more to watch. If that took long, this process was suspended or starved, and
+        so perhaps were all: then silence and standing still are counted anew.
+        """
+        before = time.monotonic()
+        closing = self._closing.wait(seconds)
+        now = time.monotonic()
+        if now - before > 5 * BEAT:
+            self._seen, self._contact = dict.fromkeys(self._seen, now), now
+            self._where = (*self._where[:2], now)
+        return not closing and self.verdict is None
 
     def _quiet(self, limit: float) -> list[int]:
         """Ranks without a sign of life for so long; the first, where the store cannot be read."""
@@ -372,7 +375,7 @@ class Watch:
             recorders = (
                 torch._C._distributed_c10d
             )  # of the last collectives, for torch's flight-recorder tools
-            dump = getattr(recorders, "_dump_nccl_trace", recorders._dump_fr_trace)
+            dump = recorders._dump_nccl_trace if torch.cuda.is_available() else recorders._dump_fr_trace
             write_atomically(self.stacks.with_suffix(".flight"), dump())
 
 

@@ -131,7 +131,8 @@ def test_a_job_that_was_suspended_goes_on(base, tmp_path):
         time.sleep(8)
     assert len(curve(run)) > before, outputs[0].read_text()
     (run / "stop").touch()
-    assert [status for status, _ in end(processes, outputs, 60)] == [0] * RANKS
+    ends = end(processes, outputs, 60)
+    assert [status for status, _ in ends] == [0] * RANKS, ends
 
 
 def train_with_a_slow_end(overrides: list[str]) -> None:
