@@ -9,6 +9,7 @@ Megatron-core's.
 import contextlib
 import os
 import socket
+import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,15 +125,15 @@ def join(seconds: float = JOIN_SECONDS) -> dist.Store:
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    count, timeout = world_size(), timedelta(seconds=seconds)
-    missing = ""
+    count, until, missing = world_size(), time.monotonic() + seconds, ""
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         # torchrun's store outlives the processes that it starts again
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         store.set(f"here/{rank()}", "")
         with contextlib.suppress(dist.DistError):
-            store.wait([f"here/{other}" for other in range(count)], timeout)
+            left = timedelta(seconds=max(1.0, until - time.monotonic()))
+            store.wait([f"here/{other}" for other in range(count)], left)
             return store
         gone = [str(other) for other in range(count) if not store.check([f"here/{other}"])]
         missing = f"; not here: ranks {', '.join(gone)}"
