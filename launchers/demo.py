@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from lomdm_dist.config import load_config
+from lomdm_dist.errors import REQUEUE
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -25,7 +26,6 @@ DATA, RUN, CONFIG = Path("data/demo"), Path("runs/demo"), "configs/demo.yaml"
 CORPUS, EXPORT, CURVE = Path("data/demo.jsonl"), RUN / "export-hf", RUN / "curve.png"
 STEPS = load_config(ROOT / CONFIG).train.steps
 STOP = STEPS // 2  # the run is stopped here once, and resumed
-REQUEUE = 75  # the exit status of a run that was stopped on request and has saved
 
 LOAD_BACK = """
 import json, sys

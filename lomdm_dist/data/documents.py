@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow
 import pyarrow.parquet
 
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import UserError, first_line
 
 HUB = "hf:"
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -198,7 +198,7 @@ def read_hub(name: str, field: str, config: str | None = None) -> Iterator[str]:
     try:
         stream = _open_hub(datasets.load_dataset, name, config, split or "train")
     except Exception as error:  # network, access, spelling: the library raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"cannot load the data set {name} from the hub: {reason}") from None
     for number, record in enumerate(stream):
         yield field_of(record, field, f"{name} record {number}")

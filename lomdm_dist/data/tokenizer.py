@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lomdm_dist.data.encode import read_plainly
 from lomdm_dist.data.shards import TokenizerFacts
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import UserError, first_line
 from lomdm_dist.files import first_link
 
 TRAINED = ("bpe", "wordpiece")
@@ -60,7 +60,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), use_fast=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds; each means: not a tokenizer we can load
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"cannot load tokenizer {name}: {reason}; give {' or '.join(TRAINED)} to train one, "
             "a folder, or a hub name"

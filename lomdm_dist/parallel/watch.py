@@ -254,7 +254,7 @@ class Watch:
     def _all_past(self, step: int) -> bool:
         return all(sign.step > step for sign in self.signs.values())
 
-    def table(self, which: str = "mean") -> list[str]:
+    def table(self, which: str) -> list[str]:
         """The ranks that took longest, for data and for their own computation: `last` step or `mean`."""
         rows = {r: (sum(getattr(sign, which)), *getattr(sign, which)) for r, sign in self.signs.items()}
         if not rows:
@@ -372,9 +372,8 @@ class Watch:
                 file.write(f"{self.name(self.rank)}, in {self._where[1]} of step {self._where[0]}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            recorders = (
-                torch._C._distributed_c10d
-            )  # of the last collectives, for torch's flight-recorder tools
+            # the last collectives, for torch's flight-recorder tools
+            recorders = torch._C._distributed_c10d
             dump = recorders._dump_nccl_trace if torch.cuda.is_available() else recorders._dump_fr_trace
             write_atomically(self.stacks.with_suffix(".flight"), dump())
 
