@@ -85,8 +85,11 @@ class Watch:
     def __init__(self, store: dist.Store, faults: FaultsConfig, run: Path):
         self.faults, self.run, self.rank = faults, run, rank()
         self._store = dist.PrefixStore("watch", store.clone())  # a connection of its own
+        self.last = self.mean = (0.0, 0.0)
+        self.probe = 0.0
+        self.at(0, SAVING)  # nothing is known yet of how long things take
         place = (f"{platform.node()} {machine_in_sight()}", os.getpid(), platform.node())
-        self.places = [tuple(json.loads(text)) for text in self._all("place", json.dumps(place))]
+        self.places = self._meet(place)
         try:
             self.neighbours = {
                 r: psutil.Process(pid)
@@ -95,8 +98,6 @@ class Watch:
             }
         except psutil.Error as error:
             raise RunFailed(f"a process of this job was lost while it started: {error}") from None
-        self.last = self.mean = (0.0, 0.0)
-        self.probe = 0.0
         self.durations: deque[float] = deque(maxlen=KNOWN_STEPS)
         self.signs: dict[int, Sign] = {}
         self.verdict: Verdict | None = None
@@ -107,20 +108,19 @@ class Watch:
         self.stacks, self._asked = run / "stacks" / f"rank-{self.rank}.txt", None
         self._slow: tuple[int, float] | None = None
         self._table_due = FOREVER
-        self.at(0, SAVING)  # nothing is known yet of how long things take
 
-    def _all(self, what: str, ours: str) -> list[bytes]:
-        """Everybody's word, when all have come. RunFailed where one does not."""
-        keys = [f"{what}/{number}" for number in range(world_size())]
+    def _meet(self, place: tuple) -> list[tuple]:
+        """Where all are, when all have come, with a first sign of each. RunFailed where one does not."""
+        keys = [f"place/{number}" for number in range(world_size())]
         try:
-            self._store.set(keys[self.rank], ours)
+            self._store.set(f"sign/{self.rank}", json.dumps(self._sign(0)))
+            self._store.set(keys[self.rank], json.dumps(place))
             self._store.wait(keys, timedelta(seconds=self.faults.lost_seconds))
-            return self._store.multi_get(keys)
+            return [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
         except dist.DistError as error:
             raise RunFailed(f"a process of this job was lost while it started: {first_line(error)}") from None
 
     def __enter__(self):
-        self._all("sign", json.dumps(self._sign(0)))
         if len(self.places) > 1:
             for work in (self._talk, self._look):
                 threading.Thread(target=work, daemon=True, name="watch").start()
