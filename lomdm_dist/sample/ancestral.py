@@ -20,10 +20,22 @@ SMALLEST_LOG_RATIO = -700.0
 
 @dataclass(frozen=True)
 class Samples:
-    """token_ids [N, L] int64 on the CPU; network_calls counts forward passes a sequence."""
+    """Texts, and how they came about.
+
+    token_ids      [N, L] int64, on the CPU
+    revealed_at    [N, L] int32: the step, 1 to `steps`, in which a position got its token; 0: it was given.
+                   What was revealed never changes, so these two are the whole trajectory
+    exponents      [N, L] float32: of the reverse schedule, as seen when the token was drawn (nan: given);
+                   None where the objective has none (`ar`, window and polynomial schedules)
+    steps          of time; for `ar` of tokens
+    network_calls  forward passes a sequence, in the mean
+    """
 
     token_ids: Tensor
-    network_calls: int
+    revealed_at: Tensor
+    exponents: Tensor | None
+    steps: int
+    network_calls: float
 
     def entropy(self) -> float:
         """Mean over samples of the entropy of a sample's own token frequencies, in nats."""
@@ -87,20 +99,23 @@ def sample(
         if free[: length - steps].any():
             raise UserError("an ar model continues a text and cannot fill a gap: give a prompt without masks")
     batches = torch.arange(count).split(batch)
-    rows = []
+    rows, steps_of = [], []
     with tqdm(total=steps * len(batches), desc="sample", disable=None if progress else True) as bar:
         for indices in batches:
             z = start.to(device).repeat(len(indices), 1)
             t = torch.ones(len(indices), dtype=torch.float64, device=device)
+            revealed_at = torch.zeros(z.shape, dtype=torch.int32, device=device)
             for k in range(steps):
-                noise = StepNoise(seed, k, indices, device)
+                noise, hidden = StepNoise(seed, k, indices, device), z == model.mask_id
                 if causal:
                     z = next_token(model, z, length - steps + k, noise, never, settings)
                 else:
                     z, t = reverse_step(model, z, t, k, steps, noise, never, settings)
+                revealed_at[hidden & (z != model.mask_id)] = k + 1
                 bar.update()
             rows.append(z.cpu())
-    return Samples(torch.cat(rows), steps)
+            steps_of.append(revealed_at.cpu())
+    return Samples(torch.cat(rows), torch.cat(steps_of), None, steps, steps)
 
 
 def reverse_step(

@@ -1,0 +1,57 @@
+"""What the commands share: options, and checks of them."""
+
+import argparse
+import contextlib
+
+from lomdm_dist.errors import UserError
+
+OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
+A_CHECKPOINT = "a run folder (its latest) or a checkpoint"
+WEIGHTS = "ema (default): the average over training; raw: of the last step"
+
+
+def checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, help=A_CHECKPOINT)
+    parser.add_argument("--weights", choices=["ema", "raw"], default="ema", help=WEIGHTS)
+
+
+def only(overrides: list[str], *allowed: str) -> list[str]:
+    """Overrides of a checkpoint's config: of what may differ from its training. UserError."""
+    for override in overrides:
+        if not any(override.partition("=")[0].startswith(name) for name in allowed):
+            raise UserError(f"override {override!r}: a trained model takes {' and '.join(allowed)} only")
+    return overrides
+
+
+def positive(options, *names: str) -> None:
+    if not 0 <= getattr(options, "seed", 0) < 2**63:
+        raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: give 1 or more")
+
+
+@contextlib.contextmanager
+def processes():
+    """The grid of the processes that a launcher started; None for one that was started plainly.
+
+    An evaluation shares its sequences out over them (`grid.data_rank` of `grid.data_size`); each has the
+    whole model. `grid.first` prints and writes the result.
+    """
+    from lomdm_dist.parallel.grid import join, process_grid, world_size
+
+    if world_size() == 1:
+        yield None
+        return
+    with process_grid(store=join()) as grid:
+        yield grid
+
+
+def device(grid=None):
+    """Where this process computes."""
+    import torch
+
+    if grid is not None:
+        return grid.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
