@@ -94,7 +94,7 @@ def _estimate(options, checkpoint, shards, grid) -> dict:
         options.batch,
         preset.given,
         grid,
-        progress=grid is None or grid.first,
+        progress="evaluate" if grid is None or grid.first else None,
     )
     manifest = shards.manifest
     result["convention"] = {

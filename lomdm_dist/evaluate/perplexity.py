@@ -97,13 +97,13 @@ def estimate_bound(
     batch: int = 32,
     given: int = 0,
     grid=None,
-    progress: bool = False,
+    progress: str | None = None,
 ) -> dict:
     """The bound a predicted token over the sequences at `indices`, in nats, with its standard error.
 
     `model` is a LoMDM or an engine around it, in evaluation mode. The first `given` tokens of a sequence
     are neither masked nor counted. With a `grid` the sequences are shared out over its ranks, and every
-    rank gets the result. `nll_per_token` is uncut unless
+    rank gets the result; `progress` names a progress bar. `nll_per_token` is uncut unless
     `evaluate.time` is uniform; the cut value, the uncut one and what lies between them (the
     remainder below the cut, the jumps of a polynomial) stand beside it. The standard error is over
     sequences and contains the noise of the draws; it is nan for a single sequence.
@@ -114,7 +114,7 @@ def estimate_bound(
     # a sharded model needs all ranks in each forward pass
     rounds = math.ceil(math.ceil(len(indices) / size) / batch)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-    for k in tqdm(range(rounds), desc="evaluate", disable=None if progress else True):
+    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
         numbers = mine[k * batch : (k + 1) * batch]
         spare = not len(numbers)
         if spare:

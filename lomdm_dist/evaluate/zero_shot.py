@@ -1,0 +1,71 @@
+"""The field's zero-shot sets: texts that the model was not trained on, read by their recipes."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from lomdm_dist.data.documents import Meter, clean_unicode
+from lomdm_dist.data.recipes import RECIPES, files_by_split, read
+from lomdm_dist.data.tokenizer import encode
+from lomdm_dist.errors import UserError
+
+DOCUMENTS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class ZeroShotSet:
+    """A recipe of `lomdm prepare`, and its split that the field evaluates on."""
+
+    title: str
+    recipe: str
+    split: str
+
+
+SETS = {
+    "ptb": ZeroShotSet("PTB", "ptb", "valid"),
+    # WikiText-2 and -103 have one validation split between them: the same 60 articles
+    "wikitext": ZeroShotSet("WikiText", "wikitext", "valid"),
+    "lm1b": ZeroShotSet("LM1B", "lm1b", "valid"),
+    "lambada": ZeroShotSet("Lambada", "lambada", "test"),
+    "ag_news": ZeroShotSet("AG News", "ag_news", "test"),
+    "pubmed": ZeroShotSet("PubMed", "pubmed", "valid"),
+    "arxiv": ZeroShotSet("arXiv", "arxiv", "valid"),
+}
+
+
+def find_files(names: list[str], inputs: list[str]) -> dict[str, list[str] | None]:
+    """The files of each set among `inputs` (files and folders); None, the hub, for all where there are none.
+
+    A folder is searched for names as the original distribution has them; so is a list of files, unless one
+    set alone is asked for, whose files may have any name. Sets that nothing was found of are left out.
+    Raises UserError where an input does not exist.
+    """
+    if not inputs:
+        return dict.fromkeys(names)
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise UserError(f"no input file or folder {path}")
+    found = {}
+    for name in names:
+        one = SETS[name]
+        pattern = RECIPES[one.recipe].splits[one.split].files
+        mine = [
+            i for i in inputs if Path(i).is_dir() or len(names) == 1 or re.fullmatch(pattern, Path(i).name)
+        ]
+        try:
+            found[name] = files_by_split(one.recipe, [one.split], mine)[one.split]
+        except UserError:
+            if len(names) == 1:
+                raise
+    return found
+
+
+def encoded_documents(name: str, files: list[str] | None, tokenizer) -> Iterator[list[int]]:
+    """Token ids of each document of a set, cleaned as its recipe says, without EOS. UserError."""
+    one = SETS[name]
+    texts = (clean_unicode(text) for text in read(one.recipe, one.split, files, Meter()))
+    kept = (text for text in texts if text and not text.isspace())
+    while some := list(islice(kept, DOCUMENTS_AT_ONCE)):
+        yield from encode(tokenizer, some)
