@@ -5,7 +5,7 @@ import argparse
 from lomdm_dist.commands.common import checkpoint_options, device, processes
 from lomdm_dist.commands.eval_ppl import EVALUATE, bound_options, open_checkpoint, settings
 from lomdm_dist.errors import UserError
-from lomdm_dist.evaluate.paper import ZERO_SHOT, ZERO_SHOT_SETS
+from lomdm_dist.evaluate.paper import ZERO_SHOT_SETS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _zero_shot(options) -> None:
     from lomdm_dist import machine
     from lomdm_dist.evaluate.conventions import describe
+    from lomdm_dist.evaluate.report import zero_shot_table
     from lomdm_dist.evaluate.zero_shot import find_files
 
     with processes() as grid:
@@ -49,14 +50,14 @@ def _zero_shot(options) -> None:
         if first:
             packing = checkpoint.state.data.packing
             convention = describe(options.preset, checkpoint.config, packing, zero_shot=True)
-            tokenizer = checkpoint.tokenizer()
-            print("\n".join(table(found, checkpoint, options.preset, len(tokenizer))))
             result = {
                 "sets": found,
                 "missing": missing,
                 "convention": convention | settings(options, checkpoint.config),
             }
-            machine.write_result(options.json, result, checkpoint.config.as_dict())
+            config = checkpoint.config.as_dict()
+            print("", *zero_shot_table([result | {"config": config}]), sep="\n")
+            machine.write_result(options.json, result, config)
 
 
 def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
@@ -98,24 +99,3 @@ def _say_set(name: str, result: dict) -> str:
         f"ppl {result['ppl']:.2f}; {result['tokens']:,} tokens, {result['sequences']:,} sequences of "
         f"{result['documents']:,} documents, {result['dropped_tokens']:,} tokens dropped at the end"
     )
-
-
-def table(found: dict[str, dict], checkpoint, preset: str, vocabulary: int) -> list[str]:
-    """Perplexities of this checkpoint and the paper's, in Markdown, with what keeps them from comparing."""
-    from lomdm_dist.evaluate.zero_shot import SETS
-
-    titles = [SETS[name].title for name in ZERO_SHOT_SETS]
-    ours = [f"{found[name]['ppl']:.2f}" if name in found else "-" for name in ZERO_SHOT_SETS]
-    kind = checkpoint.config.objective.name
-    rows = [["", *titles], ["---"] * (len(titles) + 1), [f"this {kind}, preset {preset}", *ours]]
-    rows += [[f"{model} (paper)", *(f"{ppl:.2f}" for ppl in ppls)] for model, ppls in ZERO_SHOT.items()]
-    lines = ["", *("| " + " | ".join(row) + " |" for row in rows), ""]
-    lines.append(
-        "The paper's models have 170M parameters, trained on OpenWebText with GPT-2's tokenizer, length 1024."
-    )
-    if vocabulary != 50258 or checkpoint.config.model.length != 1024:
-        lines.append(
-            f"This one has a vocabulary of {vocabulary:,} and length {checkpoint.config.model.length}: "
-            "perplexities a token do not compare across tokenizers."
-        )
-    return lines

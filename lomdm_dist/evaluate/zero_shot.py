@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -14,24 +13,14 @@ from lomdm_dist.errors import UserError
 DOCUMENTS_AT_ONCE = 1024
 
 
-@dataclass(frozen=True)
-class ZeroShotSet:
-    """A recipe of `lomdm prepare`, and its split that the field evaluates on."""
-
-    title: str
-    recipe: str
-    split: str
-
-
-SETS = {
-    "ptb": ZeroShotSet("PTB", "ptb", "valid"),
-    # WikiText-2 and -103 have one validation split between them: the same 60 articles
-    "wikitext": ZeroShotSet("WikiText", "wikitext", "valid"),
-    "lm1b": ZeroShotSet("LM1B", "lm1b", "valid"),
-    "lambada": ZeroShotSet("Lambada", "lambada", "test"),
-    "ag_news": ZeroShotSet("AG News", "ag_news", "test"),
-    "pubmed": ZeroShotSet("PubMed", "pubmed", "valid"),
-    "arxiv": ZeroShotSet("arXiv", "arxiv", "valid"),
+SPLITS = {  # recipes of `lomdm prepare`, and their splits that the field evaluates on
+    "ptb": "valid",
+    "wikitext": "valid",  # -2 and -103 have it in common: the same 60 articles
+    "lm1b": "valid",  # of the original the test split
+    "lambada": "test",
+    "ag_news": "test",
+    "pubmed": "valid",
+    "arxiv": "valid",
 }
 
 
@@ -49,13 +38,12 @@ def find_files(names: list[str], inputs: list[str]) -> dict[str, list[str] | Non
             raise UserError(f"no input file or folder {path}")
     found = {}
     for name in names:
-        one = SETS[name]
-        pattern = RECIPES[one.recipe].splits[one.split].files
+        pattern = RECIPES[name].splits[SPLITS[name]].files
         mine = [
             i for i in inputs if Path(i).is_dir() or len(names) == 1 or re.fullmatch(pattern, Path(i).name)
         ]
         try:
-            found[name] = files_by_split(one.recipe, [one.split], mine)[one.split]
+            found[name] = files_by_split(name, [SPLITS[name]], mine)[SPLITS[name]]
         except UserError:
             if len(names) == 1:
                 raise
@@ -64,8 +52,7 @@ def find_files(names: list[str], inputs: list[str]) -> dict[str, list[str] | Non
 
 def encoded_documents(name: str, files: list[str] | None, tokenizer) -> Iterator[list[int]]:
     """Token ids of each document of a set, cleaned as its recipe says, without EOS. UserError."""
-    one = SETS[name]
-    texts = (clean_unicode(text) for text in read(one.recipe, one.split, files, Meter()))
+    texts = (clean_unicode(text) for text in read(name, SPLITS[name], files, Meter()))
     kept = (text for text in texts if text and not text.isspace())
     while some := list(islice(kept, DOCUMENTS_AT_ONCE)):
         yield from encode(tokenizer, some)
