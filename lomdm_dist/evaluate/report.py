@@ -120,22 +120,11 @@ def _ppl(results: list[dict]) -> Iterator[str]:
     for result in results:
         about = result["convention"]
         cut, uncut = (_number(result.get(f"ppl_{kind}"), 2) for kind in ("cut", "uncut"))
-        value = f"{_number(result['nll_per_token'], 4)} ± {_number(result['standard_error'], 4)}"
-        rows.append([about["preset"], about["bound"], about.get("split"), value, _number(result["ppl"], 2)])
-        rows[-1] += [cut, uncut, f"{result['tokens']:,}", about["draws"], about["weights"], about["time"]]
-    names = (
-        "preset",
-        "bound",
-        "split",
-        "nats a token",
-        "ppl",
-        "cut",
-        "uncut",
-        "tokens",
-        "draws",
-        "weights",
-        "time",
-    )
+        rows.append(
+            [about["preset"], about.get("split"), _nats(result), _number(result["ppl"], 2), cut, uncut]
+        )
+        rows[-1] += [f"{result['tokens']:,}", about["draws"], about["weights"], result["file"]]
+    names = ("preset", "split", "nats a token", "ppl", "cut", "uncut", "tokens", "draws", "weights", "file")
     yield from _table(names, rows)
     yield from ("", "Test perplexity in the paper:", "")
     yield from _table(
@@ -150,10 +139,8 @@ def _rule(results: list[dict]) -> Iterator[str]:
     rows = []
     for result in results:
         about = result["convention"]
-        value = f"{_number(result['nll_per_token'], 4)} ± {_number(result['standard_error'], 4)}"
-        rows.append(
-            [about["rule"], about["steps"], value, _number(result["ppl"], 2), f"{result['tokens']:,}"]
-        )
+        rows.append([about["rule"], about["steps"], _nats(result), _number(result["ppl"], 2)])
+        rows[-1].append(f"{result['tokens']:,}")
     yield from _table(("rule", "steps", "nats a token", "ppl", "tokens"), rows)
 
 
@@ -270,6 +257,10 @@ def _table(names: Iterable, rows: list[list]) -> Iterator[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _nats(result: dict) -> str:
+    return f"{_number(result['nll_per_token'], 4)} ± {_number(result['standard_error'], 4)}"
 
 
 def _mean(found: dict | None) -> str:
