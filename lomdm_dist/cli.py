@@ -20,6 +20,7 @@ from lomdm_dist.commands import (
     bench,
     checkpoint,
     convert,
+    eval_gen_ppl,
     eval_ppl,
     eval_report,
     eval_zero_shot,
@@ -123,6 +124,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("launch", launch, "start again what fails; or check hosts before")
     evaluations = group("eval", "evaluate a checkpoint", "WHAT")
     add("ppl", eval_ppl, "perplexity by the bound", evaluations)
+    add("gen-ppl", eval_gen_ppl, "what another language model thinks of its texts", evaluations)
     add("report", eval_report, "one page of a run and its evaluations", evaluations)
     add("zero-shot", eval_zero_shot, "perplexity on other data sets, beside the paper's", evaluations)
     add("sample", sample, "generate text")

@@ -23,13 +23,26 @@ def only(overrides: list[str], *allowed: str) -> list[str]:
     return overrides
 
 
+def check_pace(path: str, overrides: list[str]) -> list[str]:
+    """c1 and c2 are of the learned order's exponents. UserError."""
+    from lomdm_dist.config import load_config
+    from lomdm_dist.train.checkpoint import find_checkpoint
+
+    objective = load_config(find_checkpoint(path) / "config.yaml").objective
+    has_pace = objective.name == "lomdm" and objective.schedule == "power"
+    if not has_pace and any(override.startswith("objective.") for override in overrides):
+        kind = f"{objective.name} with a polynomial schedule" if objective.name == "lomdm" else objective.name
+        raise UserError(f"{' '.join(overrides)}: {path} is {kind}; only lomdm's exponents have c1 and c2")
+    return overrides
+
+
 def positive(options, *names: str) -> None:
     if not 0 <= getattr(options, "seed", 0) < 2**63:
         raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: give 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import argparse
 
-from lomdm_dist.commands.common import checkpoint_options, device, only, positive
+from lomdm_dist.commands.common import check_pace, checkpoint_options, device, only, positive
 from lomdm_dist.errors import UserError
 
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
@@ -31,7 +31,7 @@ def _sample(options) -> None:
 
     positive(options, "num", "length", "steps", "batch")
     overrides = only(options.overrides, "sampler.", "objective.c1", "objective.c2")
-    checkpoint = Checkpoint(options.checkpoint, _check_pace(options.checkpoint, overrides))
+    checkpoint = Checkpoint(options.checkpoint, check_pace(options.checkpoint, overrides))
     config, tokenizer = checkpoint.config, checkpoint.tokenizer()
     length = options.length or config.model.length
     if length > config.model.length:
@@ -72,16 +72,3 @@ def _sample(options) -> None:
         f"{' (one a token)' if config.objective.name == 'ar' else ''}, entropy {samples.entropy():.3f} nats"
         f"{''.join(', ' + setting for setting in settings)}"
     )
-
-
-def _check_pace(path: str, overrides: list[str]) -> list[str]:
-    """c1 and c2 are of the learned order's exponents. UserError."""
-    from lomdm_dist.config import load_config
-    from lomdm_dist.train.checkpoint import find_checkpoint
-
-    objective = load_config(find_checkpoint(path) / "config.yaml").objective
-    has_pace = objective.name == "lomdm" and objective.schedule == "power"
-    if not has_pace and any(override.startswith("objective.") for override in overrides):
-        kind = f"{objective.name} with a polynomial schedule" if objective.name == "lomdm" else objective.name
-        raise UserError(f"{' '.join(overrides)}: {path} is {kind}; only lomdm's exponents have c1 and c2")
-    return overrides

@@ -23,3 +23,17 @@ TEST = {
     "BD3LM-4": (None, 28.2, 20.7),
     "LoMDM": (25.4, 27.2, 20.4),
 }
+
+# Generative perplexity, trained on OpenWebText; by number of steps.
+GENERATIVE = {
+    "judge": "gpt2-large",
+    "samples": 256,
+    "length": 1024,
+    "steps": (128, 256, 512, 1024),
+    "rows": (
+        {"objective": "mdlm", "c1": None, "c2": None, "gen_ppl": (116.71, 79.43, 55.50, 42.56)},
+        {"objective": "lomdm", "c1": 0.7, "c2": 0.65, "gen_ppl": (92.78, 73.98, 48.29, 38.87)},
+        {"objective": "lomdm", "c1": 0.7, "c2": 0.0, "gen_ppl": (107.95, 78.05, 59.34, 44.42)},
+        {"objective": "lomdm", "c1": 1.0, "c2": 0.0, "gen_ppl": (122.48, 83.68, 59.88, 48.30)},
+    ),
+}

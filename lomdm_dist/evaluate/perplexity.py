@@ -15,6 +15,7 @@ from tqdm import tqdm
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.conventions import Pieces
+from lomdm_dist.evaluate.statistics import exp, ratio
 from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
@@ -173,7 +174,7 @@ def _result(s: dict[str, float], config: Config) -> dict:
     result = {
         "nll_per_token": nll,
         "standard_error": math.hypot(error, nll * 2**-23),  # its CE is float32: no better than that
-        "ppl": _exp(nll),
+        "ppl": exp(nll),
     }
     if config.objective.name != "ar":
         cut, jumps = s["above"] / s["tokens"], s["jumps"] / s["tokens"]
@@ -185,21 +186,15 @@ def _result(s: dict[str, float], config: Config) -> dict:
             "remainder": remainder,
             "remainder_standard_error": remainder_error,
             "jumps": jumps,
-            "ppl_uncut": _exp(uncut),
-            "ppl_cut": _exp(cut),
+            "ppl_uncut": exp(uncut),
+            "ppl_cut": exp(cut),
         }
     return result | {"tokens": round(s["tokens"]), "sequences": round(s["sequences"])}
 
 
 def _ratio(s: dict[str, float], of: str) -> tuple[float, float]:
-    """A sum a token, and its standard error over the sequences, whose token counts may differ."""
-    ratio, n = s[of] / s["tokens"], s["sequences"]
-    residual = s[f"{of}2"] - 2 * ratio * s[f"{of}_tokens"] + ratio**2 * s["tokens2"]
-    return ratio, math.sqrt(max(residual, 0.0) * n / (n - 1)) / s["tokens"] if n > 1 else math.nan
-
-
-def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf
+    """A sum a token, and its standard error over the sequences."""
+    return ratio(*(s[key] for key in ("sequences", "tokens", "tokens2", of, f"{of}2", f"{of}_tokens")))
 
 
 def _device(model):

@@ -74,7 +74,7 @@ class StepNoise:
 @torch.no_grad()
 def sample(
     model,
-    count: int,
+    count: int | Tensor,
     length: int,
     steps: int,
     seed: int,
@@ -88,7 +88,8 @@ def sample(
 
     given [length] holds tokens that stay, and the mask id where one is to be drawn; without it all
     are. `never` lists ids that are not text (padding); the mask token never comes out. Sample i
-    depends on (seed, i) alone. Raises UserError where `ar` is asked to fill a gap.
+    depends on (seed, i) alone: a process that draws some of many gives their indices [N] as `count`.
+    Raises UserError where `ar` is asked to fill a gap.
     """
     device = next(model.parameters()).device
     start = torch.full((length,), model.mask_id) if given is None else given
@@ -98,7 +99,7 @@ def sample(
         steps = int(free.sum())
         if free[: length - steps].any():
             raise UserError("an ar model continues a text and cannot fill a gap: give a prompt without masks")
-    batches = torch.arange(count).split(batch)
+    batches = (torch.arange(count) if isinstance(count, int) else count).split(batch)
     rows, steps_of = [], []
     with tqdm(total=steps * len(batches), desc="sample", disable=None if progress else True) as bar:
         for indices in batches:

@@ -21,6 +21,7 @@ from lomdm_dist.process import PowerSchedule
 from lomdm_dist.train.checkpoint import Checkpoint
 from tests.distributed.grids import on_processes
 from tests.model.test_model import tiny_config
+from tests.ranks import Ranks
 from tests.table import MASK, TableBackbone, TableOutput, table_model
 from tests.tiny import prepare_tiny, randomize
 
@@ -47,17 +48,6 @@ def test_neither_batch_size_nor_order_changes_the_number(model, trained_run, bat
     again = bound(model, trained_run.run, trained_run.data, batch=batch)
     assert again["nll_per_token"] == pytest.approx(first["nll_per_token"], rel=1e-6)
     assert again["sequences"] == 21 and again["tokens"] == 21 * 16
-
-
-class Ranks:
-    """Stands in for the grid: collects the sums of each rank instead of reducing them."""
-
-    def __init__(self, rank, size, collected):
-        self.data_rank, self.data_size, self.device, self.collected = rank, size, "cpu", collected
-
-    def sum(self, values):
-        self.collected.append(values)
-        return sum(self.collected)
 
 
 @pytest.mark.parametrize("size", [2, 4])
