@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -35,6 +36,11 @@ from lomdm_dist.files import check_writable
 from lomdm_dist.secrets import hide
 
 SECONDS_AFTER_THE_FIRST = 5
+SECTIONS = (  # of the config; not imported from there, which takes a while
+    *("model", "objective", "data", "optim", "train", "evaluate"),
+    *("sampler", "parallel", "kernels", "faults", "wandb"),
+)
+OVERRIDE = re.compile(rf"({'|'.join(SECTIONS)})(\.\w+)*=")
 
 
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
@@ -68,8 +74,13 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
-    """Parse, with overrides anywhere: argparse itself takes them before the options only."""
-    options, more = parser.parse_known_args(arguments)
+    """Parse, with overrides anywhere: argparse itself takes them before the options only.
+
+    After an option that takes a list, `--steps 8 16 sampler.top_p=0.9`, it would take them for part of that.
+    """
+    taken = [word for word in arguments if OVERRIDE.match(word)] if arguments[:1] != ["launch"] else []
+    options, more = parser.parse_known_args([word for word in arguments if word not in taken])
+    more = [*more, *taken]
     if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
         parser.error(hide(f"unrecognized arguments: {' '.join(more)}"))
     if more:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lomdm_dist import cli
 from lomdm_dist.cli import main
+from lomdm_dist.config import Config
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.train.inputs import run_lock
 
@@ -249,3 +251,25 @@ def test_prepare_and_convert_follow_their_contract(trained_run, tmp_path):
     converted = json.loads(result.read_text())
     assert {"max_logit_difference", "parameters"} | about <= converted.keys()
     assert converted["max_logit_difference"] < 1e-5
+
+
+def test_overrides_stand_anywhere(monkeypatch):
+    """After an option that takes a list too; the words of another command are its own."""
+    assert set(cli.SECTIONS) == set(Config.model_fields)
+    lists = [
+        "bench",
+        "step",
+        "--config",
+        "c.yaml",
+        "--rows",
+        "a",
+        "b",
+        "objective={name: mdlm}",
+        "--rounds",
+        "3",
+    ]
+    options = cli._parse(cli._parser(None), [*lists, "model.width=8"])
+    assert options.rows == ["a", "b"] and options.rounds == 3
+    assert options.overrides == ["objective={name: mdlm}", "model.width=8"]
+    launched = ["launch", "torchrun", "train.py", "train.run=x"]
+    assert cli._parse(cli._parser(None), launched).command == launched[1:]
