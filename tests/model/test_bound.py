@@ -26,8 +26,11 @@ def at(t: float, count: int = 1) -> torch.Tensor:
     return torch.full((count,), t, dtype=torch.float64)
 
 
-def enumerated(reference: Reference, low: float = 0.0) -> float:
-    """The bound from its definition: quadrature of the sum over all patterns, velocities by autograd."""
+def enumerated(reference: Reference, low: float = 0.0, given: int = 0) -> float:
+    """The bound from its definition: quadrature of the sum over all patterns, velocities by autograd.
+
+    The first `given` positions are never masked.
+    """
 
     def slope(mask_prob, t):
         time = t.clone().requires_grad_()
@@ -46,6 +49,7 @@ def enumerated(reference: Reference, low: float = 0.0) -> float:
         else:
             hat, ce = slope(reference.hat_mask_prob, time) / reference.hat_mask_prob(time), reference.ce
         terms = A * ce + A * (A / hat).log() - (A - hat)
+        m = torch.where(torch.arange(L) < given, 0.0, m)
         prob = torch.where(PATTERNS, m, 1 - m).prod(dim=1)
         return (prob * torch.where(PATTERNS, terms, 0.0).sum(dim=1)).sum().item()
 
