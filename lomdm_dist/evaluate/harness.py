@@ -106,16 +106,17 @@ class HarnessModel(LM):
     def generate_until(self, requests) -> list[str]:
         """(prompt, settings) -> text drawn after the prompt, up to the first `until` or EOS.
 
-        `max_gen_toks` masks follow the prompt and are all filled, whose left is cut, and counted, where
-        both exceed the model's length. Without do_sample each token is the most probable one, at a
-        position drawn by the reverse process. UserError where a setting is none of the sampler's.
+        `max_gen_toks` masks follow the prompt, and all are filled, one prompt at a time. Where both exceed
+        the model's length, the left of the prompt is cut, and counted. Without do_sample each token is
+        the most probable one, at a position drawn by the reverse process. UserError where a setting is
+        none of the sampler's.
         """
         seen, asked = Counter(), []
         for request in requests:
             question = request.task_name, request.doc_id
             asked.append(self._asked(request, seen[question]))
             seen[question] += 1
-        return self._run(asked, self._generate, "generate")
+        return self._run(asked, self._generate, "generate", batch=1)
 
     def convention(self) -> dict:
         """What the numbers need beside them."""
@@ -134,7 +135,7 @@ class HarnessModel(LM):
             "contexts_cut": self.contexts_cut,
             "steps": None if exact else self.steps or "one a token",
             "sampler": self.config.sampler.model_dump(mode="json"),
-            "without do_sample": f"temperature {GREEDY:g}, positions drawn by the reverse process",
+            "greedy_answers": f"temperature {GREEDY:g}, positions drawn by the reverse process",
             "dtype": "float32",
         }
 
@@ -164,26 +165,16 @@ class HarnessModel(LM):
         self.contexts_cut += cut > 0
         return Asked(ids[cut:], tokens, until, settings, noise_key(self.seed, request, repeat))
 
-    def _run(self, work: list, function: Callable[[list], list], name: str) -> list:
+    def _run(self, work: list, function: Callable[[list], list], name: str, batch: int | None = None) -> list:
         """The answers to `work`, in its order; batches of one length are shared out over the ranks."""
         rank, size = (self.grid.data_rank, self.grid.data_size) if self.grid else (0, 1)
-        mine = list(self._batches(work))[rank::size]
+        mine = list(_batches(work, batch or self.batch))[rank::size]
         answers = {}
         for numbers in tqdm(mine, desc=name, disable=None if rank == 0 else True):
             answers |= zip(numbers, function([work[i] for i in numbers]), strict=True)
         for others in self.grid.gather(answers) if self.grid else ():
             answers |= others
         return [answers[i] for i in range(len(work))]
-
-    def _batches(self, work: list) -> Iterator[list[int]]:
-        """Longest first. No padding: a window schedule depends on the length, so it would change a number."""
-
-        def length(i: int) -> int:
-            return len(work[i].ids)
-
-        for _, same in groupby(sorted(range(len(work)), key=length, reverse=True), key=length):
-            same = list(same)
-            yield from (same[k : k + self.batch] for k in range(0, len(same), self.batch))
 
     def _likelihoods(self, rows: list[Scored]) -> list[tuple[float, bool]]:
         x, counted = self._tensors(rows)
@@ -226,6 +217,17 @@ class HarnessModel(LM):
         return postprocess_generated_text(text, asked.until, None)
 
 
+def _batches(work: list, batch: int) -> Iterator[list[int]]:
+    """Longest first. No padding: a window schedule depends on the length, so it would change a number."""
+
+    def length(i: int) -> int:
+        return len(work[i].ids)
+
+    for _, same in groupby(sorted(range(len(work)), key=length, reverse=True), key=length):
+        same = list(same)
+        yield from (same[k : k + batch] for k in range(0, len(same), batch))
+
+
 def generation_settings(
     given: dict, settings: SamplerConfig, of: str
 ) -> tuple[list[str], int, SamplerConfig]:
@@ -252,6 +254,8 @@ def is_greedy(model, x: Tensor, counted: Tensor) -> Tensor:
     One position at a time, the one whose most probable token is most probable, gets that token; `ar`
     goes from left to right. So the text is told how many tokens to fill, and nothing else.
     """
+    if not counted.any():
+        return torch.ones(len(x), dtype=torch.bool)
     if model.objective.name == "ar":
         features, condition = model.predict_next(x[:, :-1])
         _, token = _most_probable(model, features[counted], condition)

@@ -226,7 +226,9 @@ def test_context_and_continuation_part_at_the_right_token_and_the_left_is_cut(tr
         adapter.loglikelihood([pair("It", TEXTS[0])])
 
 
-def test_a_continuation_without_tokens_is_certain():
+def test_a_continuation_without_tokens_is_certain(trained_run, tokenizer):
+    model, config = random_model(trained_run.run, "ar")
+    assert HarnessModel(model, tokenizer, config).loglikelihood([pair("", "")]) == [(0.0, True)]
     adapter = word_model(FAMILY["mdlm"])
     assert adapter.loglikelihood([pair("a b c", " "), pair("a", " b c")])[0] == (0.0, True)
 
