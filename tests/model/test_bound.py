@@ -102,7 +102,7 @@ def by_the_package(model, name: str, reference: Reference) -> float:
             for pattern in PATTERNS:
                 prob = torch.where(pattern, still_masked, 1 - still_masked).prod()
                 uniforms = torch.where(pattern, 0.0, STAY)[None].double()
-                total += float(prob * end_terms(model, schedule, x, None, uniforms))
+                total += float(prob * end_terms(model, schedule, x, None, None, uniforms))
     return total
 
 
@@ -156,7 +156,7 @@ def test_the_estimate_has_no_bias_and_the_remainder_is_what_the_cut_leaves_out(n
     uniforms[:, 0] = stratify(uniforms[:, 0], torch.arange(n), n)
     config = SimpleNamespace(objective=model.objective, evaluate=EvaluateConfig(time=rule, time_eps=eps))
     with torch.no_grad():
-        above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], 1, config)
+        above, below, ends = sequence_bounds(model, X.expand(n, L), None, None, [uniforms], 1, config)
     cut, whole = enumerated(reference, low=eps), enumerated(reference)
     for found, expected in (
         (above, cut),
