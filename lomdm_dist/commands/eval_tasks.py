@@ -39,6 +39,9 @@ def _tasks(options) -> None:
     positive(options, "draws", "steps", "batch", "limit")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot {options.num_fewshot}: give 0 or more")
+    for setting in options.gen_kwargs:
+        if "=" not in setting:
+            raise UserError(f"--gen-kwargs {setting}: give KEY=VALUE")
     lm_eval = _harness()
     tasks = _load_tasks(options.tasks, options.include_path)
     with processes() as grid:

@@ -372,6 +372,7 @@ def test_the_command_and_its_numbers(tasks, random_run, tokenizer, tmp_path, cap
     ("options", "message"),
     [
         (["--tasks", "answers", "--gen-kwargs", "max_gen_toks=16"], "the model has 16 positions"),
+        (["--tasks", "answers", "--gen-kwargs", "top_p"], "--gen-kwargs top_p: give KEY=VALUE"),
         (["--tasks", "choices", "--draws", "0"], "--draws 0: give 1 or more"),
         (["--tasks", "choices", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
         pytest.param(["--tasks", "nosuch"], "--tasks nosuch: ", marks=pytest.mark.slow),
