@@ -256,19 +256,8 @@ def test_prepare_and_convert_follow_their_contract(trained_run, tmp_path):
 def test_overrides_stand_anywhere(monkeypatch):
     """After an option that takes a list too; the words of another command are its own."""
     assert set(cli.SECTIONS) == set(Config.model_fields)
-    lists = [
-        "bench",
-        "step",
-        "--config",
-        "c.yaml",
-        "--rows",
-        "a",
-        "b",
-        "objective={name: mdlm}",
-        "--rounds",
-        "3",
-    ]
-    options = cli._parse(cli._parser(None), [*lists, "model.width=8"])
+    words = ["bench", "step", "--config", "c.yaml", "--rows", "a", "b", "objective={name: mdlm}"]
+    options = cli._parse(cli._parser(None), [*words, "--rounds", "3", "model.width=8"])
     assert options.rows == ["a", "b"] and options.rounds == 3
     assert options.overrides == ["objective={name: mdlm}", "model.width=8"]
     launched = ["launch", "torchrun", "train.py", "train.run=x"]
