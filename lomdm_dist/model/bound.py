@@ -83,7 +83,7 @@ def estimate(
     of_exponents = (None, None)
     if model.token_exponents is not None:
         of_exponents = outputs, (weight / t[:, None]).expand(-1, length)
-    ce, reverse, total = model.denoise(z, x, masked, valid, keys, weight * velocity, *of_exponents)
+    ce, reverse, total, _ = model.denoise(z, x, masked, valid, keys, weight * velocity, *of_exponents)
     if model.token_exponents is not None:
         # the total is that of A CE + <w, p> / t; in the bound's terms the CE is of p w / <w, p>
         total = total - (weight * torch.where(masked, velocity, 0.0)).sum()

@@ -97,7 +97,7 @@ class LoMDM(nn.Module):
         exponents: Tensor | None = None,
         exponent_weights: Tensor | None = None,
     ) -> "Denoised":
-        """The masked text z and the clean x, [B, L]: cross-entropy, reverse schedule.
+        """The masked text z and the clean x, [B, L]: cross-entropy, confidence, reverse schedule.
 
         Only masked positions are projected onto the vocabulary. weights [B, L] are those of the CE in
         `Denoised.total`, by default 1. GenMD4 also has exponents [V], its own by default, and
@@ -118,14 +118,15 @@ class LoMDM(nn.Module):
                 exponents,
                 picked(torch.zeros_like(weights) if exponent_weights is None else exponent_weights),
             )
-        total, ce, *means = self.backbone.output(features, context.condition, context.rows(places), *loss)
+        rows = context.rows(places)
+        total, ce, peak, *means = self.backbone.output(features, context.condition, rows, *loss)
 
         def spread(rows: Tensor, elsewhere: float) -> Tensor:
             return rows.new_full(z.shape, elsewhere).masked_scatter(masked, rows)
 
         if means:
             reverse = PowerSchedule(spread(means[0], 1.0))
-        return Denoised(spread(ce, 0.0), reverse, total)
+        return Denoised(spread(ce, 0.0), reverse, total, spread(peak, 0.0))
 
     def documents(self, x: Tensor) -> Tensor | None:
         """The number of each token's document in the clean text x [B, L]; None where all attend to all."""
@@ -184,7 +185,8 @@ class LoMDM(nn.Module):
         places = predicted.flatten().nonzero()[:, 0]
         weights = torch.full(places.shape, weight, dtype=torch.float64, device=x.device)
         rows = context.rows(places)
-        total, ce = self.backbone.output(features, context.condition, rows, x.flatten()[places], weights)
+        loss = x.flatten()[places], weights
+        total, ce, _ = self.backbone.output(features, context.condition, rows, *loss)
         return ce.new_zeros(x.shape).masked_scatter(predicted, ce), total
 
 
@@ -194,6 +196,7 @@ class Denoised(NamedTuple):
     ce: Tensor  # [B, L], float32 or wider, 0 where not masked; detached
     reverse: object  # schedule; for GenMD4 its exponents are the means under the network, detached
     total: Tensor  # the weighted sum of CE (and of the means), whose gradient reaches the network
+    log_confidence: Tensor  # [B, L] as ce: of the most probable token, whatever the right one is
 
 
 def learned_schedule(objective: LomdmObjective, outputs: Tensor, valid: Tensor | None):

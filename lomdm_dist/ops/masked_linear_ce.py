@@ -43,13 +43,14 @@ def masked_linear_ce(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
 ):
-    """sum_i weights_i CE_i, where CE_i = -log p_i(target_i), and CE itself.
+    """sum_i weights_i CE_i, where CE_i = -log p_i(target_i); CE itself; and log p_i at its largest.
 
     hidden [N, D] of masked positions, targets [N], weights [N]; N may be 0. Returns the sum, a float64
-    scalar whose gradient reaches hidden, weight, bias and weights, and CE [N], float32 or wider, detached.
+    scalar whose gradient reaches hidden, weight, bias and weights; CE [N] and max_v log p_iv [N], float32
+    or wider, detached.
 
     With values [vocab_size] and value_weights [N] (detached), value_weights_i E_i is added to the sum,
-    where E_i = sum_v p_iv values_v, its gradient reaches values too, and E [N] is returned third.
+    where E_i = sum_v p_iv values_v, its gradient reaches values too, and E [N] is returned fourth.
 
     group: the processes over which the vocabulary is split in equal parts, in the order of the ranks.
     weight and bias are then this one's part, of which rows from vocab_size on are padding, never
@@ -60,10 +61,10 @@ def masked_linear_ce(
         values = None if values is None else same_on(values, group)
     chunk = chunk or default_chunk(len(weight), hidden.device.type)
     rows = targets, weights, values, value_weights
-    total, ce, expected = _MaskedLinearCE.apply(
+    total, *of_rows, expected = _MaskedLinearCE.apply(
         hidden, weight, bias, *rows, mask_id, vocab_size, group, chunk, torch.is_grad_enabled()
     )
-    return (total, ce) if values is None else (total, ce, expected)
+    return (total, *of_rows) if values is None else (total, *of_rows, expected)
 
 
 def plain_masked_linear_ce(
@@ -81,10 +82,11 @@ def plain_masked_linear_ce(
     log_p = subs_logits(hidden, weight, bias, mask_id)[:, :vocab_size].log_softmax(dim=-1)
     ce = F.nll_loss(log_p, targets, reduction="none")
     total = (weights.double() * ce.double()).sum()
+    of_rows = ce.detach(), log_p.detach().amax(dim=-1)
     if values is None:
-        return total, ce.detach()
+        return total, *of_rows
     expected = log_p.exp() @ wide(values)
-    return total + (value_weights.double() * expected.double()).sum(), ce.detach(), expected.detach()
+    return total + (value_weights.double() * expected.double()).sum(), *of_rows, expected.detach()
 
 
 class _MaskedLinearCE(torch.autograd.Function):
@@ -98,18 +100,20 @@ class _MaskedLinearCE(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         known = None if values is None else _part(values.to(dtype), first, len(weight))
         rows = targets - first, weights, value_weights
-        ce, expected, *gradients, of_known = _over_chunks(hidden, weight, bias, *rows, known, never, *how)
+        ce, peak, expected, *gradients, of_known = _over_chunks(
+            hidden, weight, bias, *rows, known, never, *how
+        )
 
         total = (weights.double() * ce.double()).sum()
         if values is not None:
             total += (value_weights.double() * expected.double()).sum()
             ctx.mark_non_differentiable(expected)
-        ctx.mark_non_differentiable(ce)
+        ctx.mark_non_differentiable(ce, peak)
         if with_gradient:
             of_values = None if values is None else _whole(of_known, first, values)
             ctx.save_for_backward(ce, *gradients, of_values)
         ctx.dtype_of_weights = weights.dtype
-        return total, ce, expected
+        return total, ce, peak, expected
 
     @staticmethod
     @once_differentiable
@@ -126,13 +130,13 @@ class _MaskedLinearCE(torch.autograd.Function):
 def _over_chunks(
     hidden, weight, bias, targets, weights, value_weights, known, never, group, chunk, with_gradient
 ):
-    """CE, E, and the gradients of the sum with respect to hidden, weight, bias and known; or None.
+    """CE, log p at its largest, E; and the gradients of the sum by hidden, weight, bias and known, or None.
 
     targets count from this part's first row; known [part] are the values of its rows.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     ce = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-    expected = None if known is None else torch.empty_like(ce)
+    peak, expected = torch.empty_like(ce), None if known is None else torch.empty_like(ce)
     of_hidden = of_weight = of_bias = of_known = None
     if with_gradient:
         of_hidden = torch.empty_like(hidden)
@@ -143,7 +147,7 @@ def _over_chunks(
         rows = slice(start, start + chunk)
         logits = torch.addmm(bias, hidden[rows], weight.t())
         weighted = weights[rows].to(dtype), None if known is None else value_weights[rows].to(dtype)
-        ce[rows], e, of_logits, of_known_here = row_terms(
+        ce[rows], peak[rows], e, of_logits, of_known_here = row_terms(
             logits, targets[rows], *weighted, known, never, group, with_gradient
         )
         if known is not None:
@@ -157,11 +161,11 @@ def _over_chunks(
         del logits, of_logits  # before the next chunk's
     if with_gradient:
         of_weight, of_bias = of_weight.to(weight.dtype), of_bias.to(bias.dtype)
-    return ce, expected, of_hidden, of_weight, of_bias, of_known
+    return ce, peak, expected, of_hidden, of_weight, of_bias, of_known
 
 
 def _row_terms(logits, targets, weights, value_weights, known, never, group, wants_gradient):
-    """Of a chunk of rows: CE, E, the gradient of the sum with respect to the logits, and to `known`.
+    """Of a chunk of rows: CE, log p at its largest, E, the gradient of the sum by the logits and by `known`.
 
     logits [n, part] are overwritten where they are float32. targets count from this part's first row.
     """
@@ -179,9 +183,11 @@ def _row_terms(logits, targets, weights, value_weights, known, never, group, wan
     if group is not None:
         dist.all_reduce(sums, group=group)
     total, picked = sums[0], sums[1]
-    ce, expected = total.log() - picked, None if known is None else sums[2] / total
+    log_total = total.log()
+    ce, peak = log_total - picked, -log_total  # the largest logit is at 0
+    expected = None if known is None else sums[2] / total
     if not wants_gradient:
-        return ce, expected, None, None
+        return ce, peak, expected, None, None
     of_known = None
     if known is None:
         z.mul_((weights / total)[:, None])
@@ -190,7 +196,7 @@ def _row_terms(logits, targets, weights, value_weights, known, never, group, wan
         factor = ((weights - value_weights * expected) / total)[:, None].expand_as(z)
         z.mul_(torch.addr(factor, value_weights / total, known))
     z.scatter_add_(1, column, -torch.where(mine, weights, 0.0)[:, None])
-    return ce, expected, z.to(logits.dtype), of_known
+    return ce, peak, expected, z.to(logits.dtype), of_known
 
 
 def _part(values: Tensor, first: int, size: int) -> Tensor:

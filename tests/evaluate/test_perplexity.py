@@ -231,7 +231,7 @@ def test_constant_ce_and_exponents_of_0375(time):
     config = config.model_copy(update={"evaluate": EvaluateConfig(time=time)})
     model, ce, kept = LoMDM(config.model, config.objective).eval(), 5.0, 1 - 1e-3**0.375
     reverse = PowerSchedule(torch.tensor([[0.375]]))
-    model.denoise = lambda z, x, masked, *_: Denoised(masked * ce, reverse, torch.zeros(()))
+    model.denoise = lambda z, x, masked, *_: Denoised(masked * ce, reverse, torch.zeros(()), None)
     result = estimate_bound(model, ManySequences(), config, np.arange(4096), batch=512)
     error = result["standard_error"]
     assert kept == pytest.approx(0.925, abs=1e-4)

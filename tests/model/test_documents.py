@@ -29,12 +29,12 @@ def test_a_document_among_others_is_as_it_is_alone(name):
     """CE and, up to the mean over the sequence, both orders; rotary positions are relative."""
     model = randomised(config_of(name)).eval()
     z = X.masked_fill(MASKED, MASK)
-    ce, reverse, _ = model.denoise(z, X, MASKED)
+    ce, reverse, *_ = model.denoise(z, X, MASKED)
     order = model.order(X).exponent.expand(X.shape)
     reverse = reverse.exponent.expand(X.shape)
     for row, start, end in PIECES:
         here = (slice(row, row + 1), slice(start, end))
-        alone, reverse_alone, _ = model.denoise(z[here], X[here], MASKED[here])
+        alone, reverse_alone, *_ = model.denoise(z[here], X[here], MASKED[here])
         order_alone = model.order(X[here]).exponent.expand(X[here].shape)
         assert torch.allclose(ce[here], alone, atol=1e-6)
         for among, by_itself in (

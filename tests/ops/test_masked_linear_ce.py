@@ -76,7 +76,10 @@ def test_values_and_gradients_in_lower_precision(dtype, tolerance):
     given = problem(300, 40, dtype)
     ours = outcome(masked_linear_ce, given, 40, True, chunk=64)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
-    compare(ours, outcome(plain_masked_linear_ce, wide, 40, True), tolerance)
+    plain = outcome(plain_masked_linear_ce, wide, 40, True)
+    peak, plain_peak = ours[1].pop(1), plain[1].pop(1)  # near 0, with the error of logits that are not
+    assert float((peak.double() - plain_peak).abs().mean()) < 5 * tolerance
+    compare(ours, plain, tolerance)
     assert ours[1][0].dtype == torch.float32, "CE is float32 even of a bf16 network"
     assert ours[2]["weight"].dtype == dtype
 
@@ -92,20 +95,16 @@ def test_each_rows_weight_is_its_own():
 def test_without_gradient_only_values_are_computed():
     given = problem(7, 9)
     with torch.no_grad():
-        total, ce, expected = masked_linear_ce(**given, mask_id=MASK, vocab_size=9)
+        ours = masked_linear_ce(**given, mask_id=MASK, vocab_size=9)
     plain = plain_masked_linear_ce(**given, mask_id=MASK, vocab_size=9)
-    assert (
-        torch.allclose(total, plain[0])
-        and torch.allclose(ce, plain[1])
-        and torch.allclose(expected, plain[2])
-    )
+    assert all(torch.allclose(mine, other) for mine, other in zip(ours, plain, strict=True))
 
 
 def test_a_second_backward_pass_is_refused():
     given = problem(3, 9)
     given["hidden"].requires_grad_()
     given["values"] = given["value_weights"] = None
-    total, _ = masked_linear_ce(**given, mask_id=MASK, vocab_size=9)
+    total, *_ = masked_linear_ce(**given, mask_id=MASK, vocab_size=9)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
