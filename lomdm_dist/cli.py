@@ -22,6 +22,7 @@ from lomdm_dist.commands import (
     checkpoint,
     convert,
     eval_gen_ppl,
+    eval_order,
     eval_ppl,
     eval_report,
     eval_tasks,
@@ -137,6 +138,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     evaluations = group("eval", "evaluate a checkpoint", "WHAT")
     add("ppl", eval_ppl, "perplexity by the bound", evaluations)
     add("gen-ppl", eval_gen_ppl, "what another language model thinks of its texts", evaluations)
+    add("order", eval_order, "in what order it generates", evaluations)
     add("report", eval_report, "one page of a run and its evaluations", evaluations)
     add("zero-shot", eval_zero_shot, "perplexity on other data sets, beside the paper's", evaluations)
     add("tasks", eval_tasks, "tasks of the lm-eval harness", evaluations)

@@ -282,6 +282,8 @@ class TrainConfig(Section):
                  memory of activations) or side by side (`joint`)
     recompute    in the backward pass, instead of keeping it: of each block the attention, or all
     offload_activations  keep what the backward pass needs of each block in the memory of the host
+    valid_every  steps between validations; 0: none. Each gives the bound, and of a learned order how A, hatA
+                 and the network's confidence correlate (of the first 128 sequences): `order_...`
     keep_last   checkpoints to keep, and besides them for good those of every `keep_every` steps; 0: none
     """
 
@@ -298,7 +300,7 @@ class TrainConfig(Section):
     save_every: Positive = 1000
     keep_last: Positive = 2
     keep_every: NonNegative = 0
-    valid_every: NonNegative = 0  # 0: no validation while training
+    valid_every: NonNegative = 0
     valid_sequences: Positive = 512
 
     @model_validator(mode="after")

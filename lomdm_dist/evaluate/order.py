@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.perplexity import evaluation_noise
+from lomdm_dist.evaluate.statistics import moments, ratio
 from lomdm_dist.model.bound import draw_masks
 from lomdm_dist.process import PowerSchedule
 
@@ -42,7 +43,7 @@ def correlations(
     seed: int = 0,
     batch: int = 32,
     grid=None,
-    progress: bool = False,
+    progress: str | None = None,
 ) -> dict[str, dict[str, Mean]]:
     """Pearson correlations over masked positions, of each of `TIMES` and `PAIRS`.
 
@@ -70,7 +71,7 @@ def exponents(
     indices: np.ndarray,
     batch: int = 32,
     grid=None,
-    progress: bool = False,
+    progress: str | None = None,
 ) -> Tensor | None:
     """The forward exponents of the sequences at `indices`, [N, L], float64: large ones are generated early.
 
@@ -96,7 +97,7 @@ def over_sequences(
     indices: np.ndarray,
     batch: int,
     grid=None,
-    progress: bool = False,
+    progress: str | None = None,
 ) -> Tensor:
     """of_batch(model, numbers, x, valid) [B, width] of all sequences: [N, width], float64, on every rank."""
     rank, size = (grid.data_rank, grid.data_size) if grid else (0, 1)
@@ -105,7 +106,7 @@ def over_sequences(
     # every rank runs the same number of batches, an idle one among them where it has no more:
     # a sharded model needs all ranks in each forward pass
     rounds = math.ceil(math.ceil(len(indices) / size) / batch)
-    for k in tqdm(range(rounds), desc="order", disable=None if progress else True):
+    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
         numbers = mine[k * batch : (k + 1) * batch]
         asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)
         x, valid = shards.batch(indices[asked], device)
@@ -187,7 +188,7 @@ def exponent_by_frequency(exponent: Tensor, ids: Tensor, where: Tensor) -> list[
     for number in range(BINS):
         tokens = counts[(bin_of == number) & (counts > 0)]
         inside = where & (bin_of[ids * where] == number)  # padding may have an id of no text
-        found = ratio((exponent * inside).sum(dim=1), inside.sum(dim=1))
+        found = share((exponent * inside).sum(dim=1), inside.sum(dim=1))
         rows.append(
             {
                 "least": int(tokens.min()) if len(tokens) else None,
@@ -228,11 +229,11 @@ def speech_shares(classes: list[list[str]], revealed_at: Tensor, steps: int) -> 
     result = {}
     for part, (first, last) in parts.items():
         inside = (first <= revealed_at) & (revealed_at <= last)
-        shares = {name: ratio((inside & is_class[name]).sum(dim=1), inside.sum(dim=1)) for name in names}
+        shares = {name: share((inside & is_class[name]).sum(dim=1), inside.sum(dim=1)) for name in names}
         result[part] = {
             "steps": [first, last],
             "tokens": int(inside.sum()),
-            "shares": {name: share._asdict() for name, share in shares.items()},
+            "shares": {name: found._asdict() for name, found in shares.items()},
         }
     return result
 
@@ -245,9 +246,7 @@ def mean(values: Tensor) -> Mean:
     return Mean(float(values.mean()) if n else math.nan, error, n)
 
 
-def ratio(part: Tensor, whole: Tensor) -> Mean:
-    """sum part / sum whole, both [N], with its standard error over the N sequences (a ratio estimate's)."""
-    part, whole, n = part.double(), whole.double(), int((whole > 0).sum())
-    value = part.sum() / whole.sum()
-    error = ((part - value * whole) ** 2).sum() * n / (n - 1) if n > 1 else torch.tensor(math.nan)
-    return Mean(float(value), float(error.sqrt() / whole.sum()), n)
+def share(part: Tensor, whole: Tensor) -> Mean:
+    """sum part / sum whole, both [N], with its standard error over the sequences that have any of it."""
+    some = whole > 0
+    return Mean(*ratio(*moments(part[some], whole[some])), int(some.sum()))

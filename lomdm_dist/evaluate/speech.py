@@ -4,7 +4,6 @@ Taggers speak of words, models of tokens: a token has the class of the word that
 """
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -125,10 +124,16 @@ def token_spans(tokenizer, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
     prefixes = decoder.decode_batch([ids[: k + 1] for k in range(len(ids))], skip_special_tokens=False)
     text, spans, end = prefixes[-1] if prefixes else "", [], 0
     for prefix in prefixes:
-        shared = prefix if text.startswith(prefix) else os.path.commonprefix([prefix, text])
-        start, end = end, max(end, len(shared))
+        start, end = end, max(end, _shared(prefix, text))
         spans.append((start, end))
     return text, spans
+
+
+def _shared(prefix: str, text: str) -> int:
+    """The number of letters at the beginning that are the same."""
+    if text.startswith(prefix):
+        return len(prefix)
+    return next(k for k, letter in enumerate(prefix) if text[k : k + 1] != letter)
 
 
 def tag_words(text: str, tagger: Tagger) -> list[tuple[int, int, str]]:

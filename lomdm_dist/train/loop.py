@@ -18,6 +18,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.data.reader import Rows
 from lomdm_dist.data.shards import unpack
 from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError, first_line
+from lomdm_dist.evaluate.order import correlations
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
@@ -41,6 +42,7 @@ STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
 ROLLBACKS = 3  # to one checkpoint
 SPIKE = 10.0  # times the usual spread above the usual loss
 KNOWN_LOSSES = 100  # steps that say what is usual
+ORDER_SEQUENCES = 128  # of the validation, for the correlations of a learned order
 
 
 def train(config: Config, resume: str | None = None, stop_after: int | None = None) -> dict:
@@ -473,7 +475,10 @@ class Run:
                             self.reporter.say(f"left out: {bad[number]}")
 
     def _validate(self) -> None:
-        """The bound of the raw weights on the first validation sequences, shared out over the ranks."""
+        """The bound of the raw weights on the first validation sequences, shared out over the ranks.
+
+        Of a learned order also how A, hatA and the network's confidence go together.
+        """
 
         def engine(function, *arguments):
             self.watch.at(self.progress.step, VALIDATION)  # each batch is progress
@@ -482,8 +487,14 @@ class Run:
         self.engine.module.eval()
         count = min(len(self.valid), self.config.train.valid_sequences)
         batch = 4 * self.micro_batch  # nothing is kept for a backward pass
-        bound = estimate_bound(engine, self.valid, self.config, np.arange(count), batch=batch, grid=self.grid)
-        self.reporter.report({"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]})
+        how = {"batch": batch, "grid": self.grid}
+        bound = estimate_bound(engine, self.valid, self.config, np.arange(count), **how)
+        metrics = {"step": self.progress.step, "valid_nll_per_token": bound["nll_per_token"]}
+        if self.config.objective.samples == 2:
+            some = np.arange(min(count, ORDER_SEQUENCES))
+            found = correlations(engine, self.valid, some, **how)["all"]
+            metrics |= {f"order_{pair}": value.mean for pair, value in found.items()}
+        self.reporter.report(metrics)
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
     def save(self) -> None:
