@@ -187,7 +187,8 @@ def _convention(shards, config, length: int, steps: int, result: dict, options) 
 def _tables(result: dict, config, options) -> list[str]:
     """What is printed, a table an item."""
     missing = result["missing"]
-    tables = [_correlation_table(result, options), _direction(result)]
+    tables = [] if "correlations" in missing else [_correlation_table(result, options)]
+    tables.append(_direction(result))
     if result["speech"]:
         tables.append(_speech_table(result, config, options))
     if result["exponent_by_frequency"]:

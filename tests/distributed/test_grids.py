@@ -1,6 +1,7 @@
 """One result on every grid and engine, and checkpoints that move between all of them."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lomdm_dist.config import load_config
+from lomdm_dist.evaluate.order import PAIRS
 from tests.distributed import grids
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import ROOT, curve
@@ -122,21 +124,28 @@ def test_offload_changes_nothing(engine, base, tmp_path):
 
 
 def validation(run: Path) -> list[float]:
+    """Of each: the bound, and how A, hatA and the network's confidence correlate."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["valid_nll_per_token"] for row in rows if "valid_nll_per_token" in row]
+    keys = ["valid_nll_per_token", *(f"order_{pair}" for pair in PAIRS)]
+    return [row[key] for row in rows if "valid_nll_per_token" in row for key in keys]
 
 
 def test_validation_is_that_of_one_process(base, tmp_path):
-    """Ranks of a tensor-parallel group count once; 37 sequences do not divide over the others."""
+    """Ranks of a tensor-parallel group count once; 37 sequences do not divide over the others.
+
+    Training goes on as it would without.
+    """
     options = [*base, *SHAPE, "train.steps=2", "train.valid_every=1", "train.valid_sequences=37"]
     found = {}
     for grid, engine in (("1", "ZeRO 0"), ("tp2 dp2", "ZeRO 3"), ("dp4", "FSDP2")):
         processes, place = on_grid(grid, *ENGINES[engine])
         on_processes(processes, train, [*options, *place, f"train.run={tmp_path / grid}"])
         found[grid] = validation(tmp_path / grid)
-    assert len(found["1"]) == 2
+    assert len(found["1"]) == 8 and all(math.isfinite(value) for value in found["1"])
     assert found["tp2 dp2"] == pytest.approx(found["1"], rel=1e-5)
     assert found["dp4"] == pytest.approx(found["1"], rel=1e-5)
+    without = run_on("1", "ZeRO 0", [*options, "train.valid_every=0"], tmp_path / "without")
+    assert without["loss"] == list(curve(tmp_path / "1").values())
 
 
 def test_sequence_parallelism_changes_nothing(base, tmp_path):
