@@ -151,7 +151,7 @@ def _add_samples(result: dict, ids, revealed_at, steps: int, tokenizer, options)
 
 def _convention(shards, config, length: int, steps: int, result: dict, options) -> dict:
     from lomdm_dist.evaluate.order import FEWEST, LEAST
-    from lomdm_dist.evaluate.speech import speech_class
+    from lomdm_dist.evaluate.speech import RULE
 
     manifest = shards.manifest
     return {
@@ -166,7 +166,7 @@ def _convention(shards, config, length: int, steps: int, result: dict, options) 
         "thirds": "early t > 2/3, middle, late t <= 1/3: of generation, which begins at t = 1",
         "left_to_right": "Spearman with the position, +1 from left to right; ties share their mean rank",
         "exponent": f"of the forward schedule: large is early; tokens listed occur {LEAST} times or more",
-        "speech": " ".join(speech_class.__doc__.split()),
+        "speech": RULE,
         "speech_of_tokens": "each token of a word has its class; shares are of all tokens revealed",
         "tagger": result["tagger"],
         "samples": {"num": options.num, "length": length, "steps": steps},

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lomdm_dist.errors import UserError
 
 CLASSES = ("noun", "verb", "article", "preposition", "other")
+RULE = "noun NN*; verb VB*, MD; article DT of a, an, the; preposition IN, TO; other all else, and signs"
 ARTICLES = {"a", "an", "the"}
 # Words as the Penn treebank has them: "does" "n't", "it" "'s"; else a sign is a word
 WORD = re.compile(r"\w+(?=n't\b)|n't\b|'(?:s|re|ve|ll|d|m)\b|\d+(?:[.,]\d+)+|\w+(?:-\w+)*|[^\w\s]", re.I)
@@ -18,7 +19,7 @@ SENTENCE_ENDS = {".", "!", "?"}
 
 
 def speech_class(word: str, tag: str) -> str:
-    """The rule from a Penn tag to a class, all of it.
+    """The rule from a Penn tag to a class, all of it; `RULE` in short.
 
     noun         NN, NNS, NNP, NNPS
     verb         VB, VBD, VBG, VBN, VBP, VBZ; MD ("must")

@@ -219,7 +219,7 @@ def test_the_command_follows_its_contract(trained_run, tmp_path, capsys):
     data = trained_run.data / "valid"
     order_of(trained_run.run, data, "--tagger", "textblob", "--json", str(out), "--plot", str(figure))
     said, result = capsys.readouterr().out, json.loads(out.read_text())
-    for words in ("A, hatA", "Left to right", "paper lomdm 1-16", "occurrences", "earliest"):
+    for words in ("A, hatA", "Left to right", "paper LoMDM 1-16", "occurrences", "earliest"):
         assert words in said
     assert set(result["correlations"]) == set(TIMES) and not result["missing"]
     assert result["correlations"]["all"]["A_hatA"]["sequences"] > 20
