@@ -52,9 +52,8 @@ setup(
         "gpu": ["flash-attn", "triton"],
         "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],
-        "eval": ["datasets>=4", "lm-eval"],  # earlier ones of datasets run a set's own scripts
-        # earlier data sets run scripts of their own; textblob tags parts of speech, with no download
-        "eval": ["datasets>=4", "textblob"],
+        # earlier ones of datasets run a set's own scripts; textblob tags parts of speech without a download
+        "eval": ["datasets>=4", "lm-eval", "textblob"],
     },
     entry_points={"console_scripts": ["lomdm = lomdm_dist.cli:main"]},
 )
