@@ -26,8 +26,8 @@ from lomdm_dist.evaluate.order import (
 from lomdm_dist.evaluate.perplexity import evaluation_noise
 from lomdm_dist.process import corrupt, draw_time
 from lomdm_dist.sample import sample
-from tests.evaluate.test_perplexity import Ranks
 from tests.model.test_model import randomised, tiny_config
+from tests.ranks import Ranks
 
 LENGTH, TEXTS, DRAWS = 12, 9, 3
 LEARNED = {"lomdm": {"name": "lomdm"}, "genmd4": {"name": "genmd4"}}
