@@ -1,5 +1,6 @@
 """Ancestral sampling: from time 1, all masks, to time 0, all text. For `ar`, from left to right."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,12 +84,14 @@ def sample(
     given: Tensor | None = None,
     batch: int = 16,
     progress: bool = False,
+    on_step: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Samples:
     """Draw `count` sequences of `length` tokens; `steps` of time, or for `ar` one a free position.
 
     given [length] holds tokens that stay, and the mask id where one is to be drawn; without it all
     are. `never` lists ids that are not text (padding); the mask token never comes out. Sample i
-    depends on (seed, i) alone. Raises UserError where `ar` is asked to fill a gap.
+    depends on (seed, i) alone. on_step(indices [B], z [B, L]) sees each batch after each step. Raises
+    UserError where `ar` is asked to fill a gap.
     """
     device = next(model.parameters()).device
     start = torch.full((length,), model.mask_id) if given is None else given
@@ -112,6 +115,8 @@ def sample(
                 else:
                     z, t = reverse_step(model, z, t, k, steps, noise, never, settings)
                 revealed_at[hidden & (z != model.mask_id)] = k + 1
+                if on_step is not None:
+                    on_step(indices, z)
                 bar.update()
             rows.append(z.cpu())
             steps_of.append(revealed_at.cpu())
