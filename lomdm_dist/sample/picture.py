@@ -37,6 +37,7 @@ def draw(models: list[dict], title: str, path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
+    title = f"First of {title}" if len(models[0]["samples"]) > 1 else title
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     for axis, model, places in zip(axes[0], models, texts, strict=True):
         _draw_text(axis, model, places, rows)

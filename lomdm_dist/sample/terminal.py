@@ -30,7 +30,7 @@ class LiveView:
 
     def __init__(self, tokenizer, mask_id: int, label: str = "", out: TextIO | None = None):
         self.tokenizer, self.mask_id, self.label, self.out = tokenizer, mask_id, label, out or sys.stdout
-        self.step, self.height, self.before, self.drawn_at = 0, 0, None, -FRAME
+        self.height, self.before, self.drawn_at = 0, None, -FRAME
 
     def __enter__(self) -> "LiveView":
         self.out.write(HIDE_CURSOR)
@@ -45,7 +45,6 @@ class LiveView:
         first = z[(indices == 0).to(z.device)]
         if not len(first):
             return
-        self.step += 1
         ids = first[0].tolist()
         done = self.mask_id not in ids
         if ids != self.before and (done or time.monotonic() - self.drawn_at >= FRAME):
@@ -59,7 +58,7 @@ class LiveView:
         if len(lines) > (most := size.lines - 3):  # what has scrolled off cannot be drawn over
             lines = [*lines[: most - 1], f"... and {len(lines) - most + 1} lines more"]
         known = sum(token != self.mask_id for token in ids)
-        status = f"{self.label}, step {self.step}: {known} of {len(ids)} tokens"
+        status = f"{self.label}: {known} of {len(ids)} tokens"
         frame = [*lines, "", status[: size.columns - 1]]
         up = f"\x1b[{self.height}F" if self.height else "\r"
         self.out.write(up + CLEAR_BELOW + "\n".join(frame) + "\n")
