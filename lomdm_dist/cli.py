@@ -21,6 +21,8 @@ from lomdm_dist.commands import (
     checkpoint,
     convert,
     eval_ppl,
+    eval_report,
+    eval_zero_shot,
     launch,
     plan,
     prepare,
@@ -121,6 +123,8 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("launch", launch, "start again what fails; or check hosts before")
     evaluations = group("eval", "evaluate a checkpoint", "WHAT")
     add("ppl", eval_ppl, "perplexity by the bound", evaluations)
+    add("report", eval_report, "one page of a run and its evaluations", evaluations)
+    add("zero-shot", eval_zero_shot, "perplexity on other data sets, beside the paper's", evaluations)
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))

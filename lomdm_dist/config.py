@@ -324,10 +324,21 @@ class EvaluateConfig(Section):
 
     `pinned` is the mixture with one position masked for certain, at the time that is its own: the same
     mean with a far smaller standard error.
+
+    below  what lies below time_eps, where time is uniform. drawn: it has draws of its own, and stands beside
+           the cut number; guessed: the number holds an upper bound of it, ln(V - 1) for each token that is
+           still masked there (MD4's reconstruction term)
     """
 
     time: Literal["uniform", "mixture", "pinned"] = "pinned"
     time_eps: SmallTime = 1e-3
+    below: Literal["drawn", "guessed"] = "drawn"
+
+    @model_validator(mode="after")
+    def _something_is_below(self):
+        if self.below == "guessed" and self.time != "uniform":
+            raise ValueError(f"below guessed is for time uniform, which has a cut; time is {self.time}")
+        return self
 
 
 class SamplerConfig(Section):

@@ -2,66 +2,138 @@
 
 import argparse
 
-from lomdm_dist.commands.common import checkpoint_options, device, only, positive
+from lomdm_dist.commands.common import checkpoint_options, device, only, positive, processes
 from lomdm_dist.errors import UserError
 
 EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
+PRESET = (
+    "convention of the number: bound (default; uncut, as trained), or that of public trainers: mdlm, duo, "
+    "bd3lm, md4 (docs/evaluation.md)"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     checkpoint_options(parser)
     parser.add_argument("--data", required=True, help="token shards: a folder, a URL or pipe:COMMAND")
-    parser.add_argument("--preset", choices=["bound"], default="bound", help="convention of the number")
-    parser.add_argument("--draws", type=int, default=1, help="of (time, masks) a sequence (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences at once (default 32)")
+    bound_options(parser)
     parser.add_argument("--limit", type=int, help="evaluate the first sequences only")
+    parser.add_argument(
+        "--force", action="store_true", help="also on data that is packed in another way than the model's"
+    )
     parser.add_argument("overrides", nargs="*", metavar="evaluate.key=value", help=EVALUATE)
     parser.set_defaults(run=_ppl)
 
 
-def _ppl(options) -> None:
-    import numpy as np
+def bound_options(parser: argparse.ArgumentParser) -> None:
+    """How a bound is estimated, and under which convention."""
+    presets = ("bound", "mdlm", "duo", "bd3lm", "md4")
+    parser.add_argument("--preset", choices=presets, default="bound", help=PRESET)
+    parser.add_argument("--draws", type=int, default=1, help="of (time, masks) a sequence (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences at once (default 32)")
 
-    from lomdm_dist import machine
-    from lomdm_dist.data.reader import access_of
-    from lomdm_dist.data.shards import ShardSet, check_model_fits
-    from lomdm_dist.evaluate.perplexity import convention, estimate_bound
+
+def open_checkpoint(options):
+    """The checkpoint, its config with the preset's settings and the command line's. UserError."""
+    from lomdm_dist.evaluate.conventions import PRESETS
     from lomdm_dist.train.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint(options.checkpoint, only(options.overrides, "evaluate."))
+    positive(options, "draws", "batch", "limit")
+    overrides = only(options.overrides, "evaluate.")
+    return Checkpoint(options.checkpoint, [*PRESETS[options.preset].evaluate, *overrides])
+
+
+def _ppl(options) -> None:
+    with processes() as grid:
+        checkpoint = open_checkpoint(options)
+        shards = _open_shards(options, checkpoint)
+        result = _estimate(options, checkpoint, shards, grid)
+        if grid is None or grid.first:
+            from lomdm_dist import machine
+
+            print(say_bound(result, checkpoint.config, options))
+            machine.write_result(options.json, result, checkpoint.config.as_dict())
+
+
+def _open_shards(options, checkpoint):
+    """The data, if its perplexity under this model means something. UserError."""
+    from lomdm_dist.data.reader import access_of
+    from lomdm_dist.data.shards import ShardSet, check_model_fits
+
     shards = ShardSet(options.data, access_of(checkpoint.config.data))
     check_model_fits(shards, checkpoint.config.model)
     if shards.tokenizer != checkpoint.state.data.tokenizer:
         raise UserError(f"{options.data} was made with another tokenizer than checkpoint {checkpoint.folder}")
-    if shards.manifest.packing != checkpoint.state.data.packing:
+    packing, trained = shards.manifest.packing, checkpoint.state.data.packing
+    if packing != trained and not options.force:
         raise UserError(
-            f"{options.data} is {shards.manifest.packing}, checkpoint {checkpoint.folder} was trained on "
-            f"{checkpoint.state.data.packing} sequences: their perplexities do not compare"
+            f"{options.data} is {packing}, checkpoint {checkpoint.folder} was trained on {trained} "
+            "sequences: their perplexities do not compare (--force computes it all the same)"
         )
-    positive(options, "draws", "batch", "limit")
-    count = min(len(shards), options.limit or len(shards))
+    return shards
+
+
+def _estimate(options, checkpoint, shards, grid) -> dict:
+    import numpy as np
+
+    from lomdm_dist.evaluate.conventions import PRESETS, describe, pieces_of_shards
+    from lomdm_dist.evaluate.perplexity import estimate_bound
+
+    config, preset = checkpoint.config, PRESETS[options.preset]
+    pieces = pieces_of_shards(shards, preset, checkpoint.tokenizer(), options.limit)
+    count = min(len(pieces), options.limit or len(pieces))
+    if not count:
+        raise UserError(f"{options.data} makes no whole sequence under --preset {options.preset}")
     result = estimate_bound(
-        checkpoint.build_model(options.weights).to(device()),
-        shards,
-        checkpoint.config,
+        checkpoint.build_model(options.weights).to(device(grid)),
+        pieces,
+        config,
         np.arange(count),
         options.draws,
         options.seed,
         options.batch,
-        progress=True,
+        preset.given,
+        grid,
+        progress="evaluate" if grid is None or grid.first else None,
     )
-    result["convention"] = convention(shards, checkpoint.config, options.draws, options.seed, options.weights)
-    print(_say_bound(result, checkpoint.config, options))
-    machine.write_result(options.json, result, checkpoint.config.as_dict())
+    manifest = shards.manifest
+    result["convention"] = {
+        **describe(options.preset, config, checkpoint.state.data.packing),
+        "data": str(shards),
+        "packing": manifest.packing,
+        "split": manifest.split,
+        "source": f"{manifest.recipe}: {manifest.official_split}",
+        "identity": manifest.identity,
+        **settings(options, config),
+    }
+    return result
 
 
-def _say_bound(result: dict, config, options) -> str:
+def settings(options, config) -> dict:
+    """What of the command and the model a number needs beside it, besides the preset."""
+    return {
+        "objective": config.objective.model_dump(mode="json"),
+        "draws": options.draws,
+        "seed": options.seed,
+        "weights": options.weights,
+        "dtype": "float32",
+    }
+
+
+def say_bound(result: dict, config, options) -> str:
+    """A bound in one line."""
     value = f"{result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token"
-    scope = f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights"
+    scope = (
+        f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights, "
+        f"preset {options.preset}"
+    )
     if config.objective.name == "ar":
         return f"exact {value}, ppl {result['ppl']:.2f}; {scope}"
     time, eps = config.evaluate.time, config.evaluate.time_eps
+    draws = f"{options.draws} draw{'s' * (options.draws > 1)}"
+    if config.evaluate.below == "guessed":
+        below = f"{result['remainder']:.4f} of it guessed below t = {eps:g}"
+        return f"bound {value}, ppl {result['ppl']:.2f} (time {time}; {below}); {scope}, {draws}"
     asked, other = ("cut", "uncut") if time == "uniform" else ("uncut", "cut")
     below = f"{result['remainder']:.4f} +- {result['remainder_standard_error']:.4f} below t = {eps:g}"
     if not result["remainder"]:
@@ -69,5 +141,5 @@ def _say_bound(result: dict, config, options) -> str:
     jumps = f", {result['jumps']:.4f} in the jumps at its ends" if result["jumps"] else ""
     return (
         f"bound {value}, ppl {result['ppl']:.2f} ({asked}, time {time}; {other} "
-        f"{result[f'nll_per_token_{other}']:.4f}: {below}{jumps}); {scope}, {options.draws} draws"
+        f"{result[f'nll_per_token_{other}']:.4f}: {below}{jumps}); {scope}, {draws}"
     )

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from lomdm_dist.secrets import hide
 
-PACKING = "packed (default): documents end to end; padded: each begins a sequence of its own"
+PACKING = (
+    "packed (default): documents end to end; wrapped: the same, with BOS and EOS around each sequence, as "
+    "MDLM trains; padded: each document begins a sequence of its own"
+)
 TEXT_FORMS = "your texts: .txt, .jsonl, .parquet (also .gz, .zst, .bz2), .tar of texts, hf:NAME"
 
 
@@ -75,7 +78,7 @@ def _recipe_options(parser: argparse.ArgumentParser, name: str, recipe) -> None:
 def _work_options(parser: argparse.ArgumentParser, recipe: str) -> None:
     """What `lomdm prepare` has for every recipe."""
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
-    parser.add_argument("--packing", choices=["packed", "padded"], default="packed", help=PACKING)
+    parser.add_argument("--packing", choices=["packed", "wrapped", "padded"], default="packed", help=PACKING)
     parser.add_argument("--shard-mib", type=float, default=64, help="size of a shard (64)")
     parser.add_argument("--workers", type=int, help="processes that encode (default: one a core)")
     parser.set_defaults(run=_prepare, recipe=recipe)

@@ -158,6 +158,7 @@ def _model_card(checkpoint: Checkpoint, weights: str, name: str) -> str:
         length=config.model.length,
         packing={
             "packed": "documents end to end, EOS after each",
+            "wrapped": "documents end to end, EOS after each, and BOS and EOS around each sequence",
             "padded": "one document a sequence, EOS at its end, then padding; give `attention_mask`",
         }[data.packing],
     )

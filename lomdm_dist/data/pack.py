@@ -32,12 +32,16 @@ class Work:
         packing: str,
         shard_mib: float,
         facts: TokenizerFacts,
+        ends: tuple[int, int],
     ):
+        """ends: the ids that begin and end a piece of `wrapped` packing."""
         self.folder, self.length, self.packing, self.facts = folder, length, packing, facts
         self.documents = 0  # that were packed
         self.documents_in_all: int | None = None
         self.splits = {
-            name: _Split(ShardWriter(folder / name, length, facts.vocab_size, shard_mib), packing, facts)
+            name: _Split(
+                ShardWriter(folder / name, length, facts.vocab_size, shard_mib), packing, facts.pad_id, ends
+            )
             for name in splits
         }
         if (folder / STATE).exists():
@@ -139,12 +143,13 @@ class _Split:
     """Packs the documents of one split into sequences.
 
     packed: documents one after the other, EOS after each, cut every `length`; the last incomplete
-    sequence is dropped and counted. padded: a sequence holds one document (a long one is cut into
-    several), EOS at its end, then padding.
+    sequence is dropped and counted. wrapped: the same cut every `length` - 2, with BOS before and EOS after
+    each piece, as MDLM trains. padded: a sequence holds one document (a long one is cut into several), EOS
+    at its end, then padding.
     """
 
-    def __init__(self, writer: ShardWriter, packing: str, facts: TokenizerFacts):
-        self.writer, self.pad_id = writer, facts.pad_id
+    def __init__(self, writer: ShardWriter, packing: str, pad_id: int | None, ends: tuple[int, int]):
+        self.writer, self.pad_id, self.ends = writer, pad_id, ends if packing == "wrapped" else ()
         self.padded = packing == "padded"
         self.rest = np.empty(0, writer.dtype)
         self.documents = self.tokens = self.saved = 0  # saved: shards that the state speaks of
@@ -157,11 +162,22 @@ class _Split:
             self.tokens += len(ids)
         else:
             stream = np.concatenate([self.rest, ids])
-            whole = len(stream) - len(stream) % self.writer.length
-            rows, self.rest = stream[:whole].reshape(-1, self.writer.length), stream[whole:].copy()
-            self.tokens += whole
+            rows = cut(stream, self.writer.length - len(self.ends))
+            self.rest = stream[rows.size :].copy()
+            rows = wrap(rows, *self.ends) if self.ends else rows
+            self.tokens += rows.size
         if len(rows):
             self.writer.add(rows)
+
+
+def cut(stream: np.ndarray, length: int) -> np.ndarray:
+    """A row of tokens in pieces, [n, length], without its end, which fills none."""
+    return stream[: len(stream) - len(stream) % length].reshape(-1, length)
+
+
+def wrap(rows: np.ndarray, bos_id: int, eos_id: int) -> np.ndarray:
+    """[n, L - 2] -> [n, L]: BOS before and EOS after each row."""
+    return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (bos_id, eos_id)))
 
 
 def pad(ids: np.ndarray, lengths: np.ndarray, length: int, pad_id: int) -> np.ndarray:

@@ -38,7 +38,7 @@ from lomdm_dist.data.shards import (
     read_manifest,
     token_dtype,
 )
-from lomdm_dist.data.tokenizer import TRAINED, describe, ensure_pad, load_tokenizer, train_tokenizer
+from lomdm_dist.data.tokenizer import TRAINED, bos_id, describe, ensure_pad, load_tokenizer, train_tokenizer
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_new, sha256, write_atomically
 
@@ -70,8 +70,11 @@ class Request:
 
     def check(self) -> None:
         """Raises UserError before anything is read or written."""
-        if not 2 <= self.length <= LONGEST:
-            raise UserError(f"--length {self.length}: a sequence has 2 to {LONGEST} tokens")
+        least = 3 if self.packing == "wrapped" else 2
+        if not least <= self.length <= LONGEST:
+            raise UserError(
+                f"--length {self.length}: a {self.packing} sequence has {least} to {LONGEST} tokens"
+            )
         if self.vocab_size is not None and not 8 <= self.vocab_size <= LARGEST_VOCABULARY:
             raise UserError(f"--vocab-size {self.vocab_size}: give 8 to {LARGEST_VOCABULARY}")
         if not 0 <= self.valid_fraction < 1:
@@ -241,7 +244,8 @@ def _make(request: Request, files: Files, folder: Path, workers: int) -> None:
         never["padding"] = facts.pad_id
     dtype = token_dtype(facts.vocab_size)
     definition = tokenizer.backend_tokenizer.to_str()
-    work = Work(folder, request.splits, request.length, request.packing, request.shard_mib, facts)
+    ends = bos_id(tokenizer), facts.eos_id
+    work = Work(folder, request.splits, request.length, request.packing, request.shard_mib, facts, ends)
     if work.documents_in_all is None and (count := _count(request, files)):
         work.documents_in_all = count
         work.save()

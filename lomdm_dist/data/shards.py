@@ -110,7 +110,7 @@ class Manifest(BaseModel):
     recipe: str
     split: PlainName
     official_split: str
-    packing: Literal["packed", "padded"]
+    packing: Literal["packed", "wrapped", "padded"]
     tokenizer: TokenizerFacts
     tokenizer_files: list[PlainName]
     length: int = Field(gt=0)

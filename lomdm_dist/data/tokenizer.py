@@ -79,6 +79,12 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def bos_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """What begins a piece where one does: BOS, else BERT's [CLS], else EOS, which is GPT-2's BOS too."""
+    ids = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
+    return next(found for found in ids if found is not None)
+
+
 def ensure_pad(tokenizer: PreTrainedTokenizerFast) -> None:
     """Padded sequences need a pad id that is neither EOS nor mask: padding is not text."""
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id, tokenizer.mask_token_id):

@@ -14,54 +14,74 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.evaluate.conventions import Pieces
 from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
 
 
 def sequence_bounds(
-    model, x: Tensor, valid: Tensor | None, noise: Iterable[Tensor], draws: int, config: Config
+    model,
+    x: Tensor,
+    valid: Tensor | None,
+    counted: Tensor | None,
+    noise: Iterable[Tensor],
+    draws: int,
+    config: Config,
 ) -> Tensor:
     """The bound of each sequence in nats, mean of the draws, in three parts that add up to it: [3, B].
 
-    They are what lies at times from `time_eps` on; what lies below, which has draws of its own where
-    the others are uniform on [time_eps, 1]; and the jumps at the ends of a schedule that has any.
-    x [B, L]; valid [B, L] bool or None; noise: uniforms [B, 2 + L] of each draw, time then masks. float64.
+    They are what lies at times from `time_eps` on; what lies below, which has draws of its own, or is
+    guessed, where the others are uniform on [time_eps, 1]; and the jumps at the ends of a schedule that
+    has any. x [B, L]; valid [B, L] bool or None, False at padding; counted [B, L]: the positions whose
+    bound it is, by default all that are valid; the others are given and never masked, so it is a bound
+    on -log p(counted | the others), for a text that is generated after a prompt. noise: uniforms
+    [B, 2 + L] of each draw, time then masks. float64.
     """
+    counted = valid if counted is None else counted
     if config.objective.name == "ar":
         ce, _ = model.causal_ce(x, valid)
-        nll = ce.double().sum(dim=1)
+        nll = (ce.double() if counted is None else ce.double() * counted).sum(dim=1)
         return torch.stack([nll, torch.zeros_like(nll), torch.zeros_like(nll)])
-    rule, eps = config.evaluate.time, config.evaluate.time_eps
+    rule, eps, guessed = config.evaluate.time, config.evaluate.time_eps, config.evaluate.below == "guessed"
     outputs = model.order_outputs(x, valid)
     schedule = model.schedule(outputs, x, valid)
     above, below, jumps = torch.zeros(3, len(x), dtype=torch.float64, device=x.device)
     for uniforms in noise:
         time, masks = uniforms.split([2, x.shape[1]], dim=1)
-        for rule_k in (rule, "remainder") if rule == "uniform" else (rule,):
-            draw = draw_masks(schedule, x, valid, time, [masks], rule_k, eps, model.mask_id)
+        for rule_k in (rule, "remainder") if rule == "uniform" and not guessed else (rule,):
+            draw = draw_masks(schedule, x, counted, time, [masks], rule_k, eps, model.mask_id)
             terms = estimate(model, outputs, x, valid, draw)
             value = (terms.main + terms.velocity)[0]
             late = (draw.t >= eps) & (rule_k != "remainder")
             above, below = above + value * late, below + value * ~late
         if isinstance(schedule, PolynomialSchedule):
-            jumps = jumps + end_terms(model, schedule, x, valid, masks)
+            jumps = jumps + end_terms(model, schedule, x, valid, counted, masks)
+    if guessed:
+        still = schedule.mask_prob(torch.full((len(x),), eps, device=x.device)).expand(x.shape)
+        still = still if counted is None else still * counted
+        below = draws * math.log(config.model.vocab_size - 1) * still.sum(dim=1)
     return torch.stack([above, below, jumps]) / draws
 
 
 def end_terms(
-    model, schedule: PolynomialSchedule, x: Tensor, valid: Tensor | None, uniforms: Tensor
+    model,
+    schedule: PolynomialSchedule,
+    x: Tensor,
+    valid: Tensor | None,
+    counted: Tensor | None,
+    uniforms: Tensor,
 ) -> Tensor:
     """The bound of the two jumps of a schedule that stops short of its ends, [B], float64.
 
     At t = 1, from all masks: a position is clean with probability alpha(1), in the forward and the
     reverse schedule alike, so its CE is all there is to pay. At t = 0 what is still masked is drawn.
     """
-    everything = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
+    everything = torch.ones_like(x, dtype=torch.bool) if counted is None else counted
     ends = torch.zeros(2, len(x), dtype=torch.float64, device=x.device)
     ends[1] = 1
     first = model.denoise(torch.where(everything, model.mask_id, x), x, everything, valid).ce
-    z = corrupt(x, schedule, ends[0], uniforms, model.mask_id, valid)
+    z = corrupt(x, schedule, ends[0], uniforms, model.mask_id, counted)
     last = model.denoise(z, x, z == model.mask_id, valid).ce
     return (schedule.log_keep_prob(ends[1]).exp() * first).sum(dim=1) + last.double().sum(dim=1)
 
@@ -69,19 +89,21 @@ def end_terms(
 @torch.no_grad()
 def estimate_bound(
     model,
-    shards: ShardSet,
+    shards: ShardSet | Pieces,
     config: Config,
     indices: np.ndarray,
     draws: int = 1,
     seed: int = 0,
     batch: int = 32,
+    given: int = 0,
     grid=None,
-    progress: bool = False,
+    progress: str | None = None,
 ) -> dict:
     """The bound a predicted token over the sequences at `indices`, in nats, with its standard error.
 
-    `model` is a LoMDM or an engine around it, in evaluation mode. With a `grid` the sequences are
-    shared out over its ranks, and every rank gets the result. `nll_per_token` is uncut unless
+    `model` is a LoMDM or an engine around it, in evaluation mode. The first `given` tokens of a sequence
+    are neither masked nor counted. With a `grid` the sequences are shared out over its ranks, and every
+    rank gets the result; `progress` names a progress bar. `nll_per_token` is uncut unless
     `evaluate.time` is uniform; the cut value, the uncut one and what lies between them (the
     remainder below the cut, the jumps of a polynomial) stand beside it. The standard error is over
     sequences and contains the noise of the draws; it is nan for a single sequence.
@@ -92,7 +114,7 @@ def estimate_bound(
     # a sharded model needs all ranks in each forward pass
     rounds = math.ceil(math.ceil(len(indices) / size) / batch)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-    for k in tqdm(range(rounds), desc="evaluate", disable=None if progress else True):
+    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
         numbers = mine[k * batch : (k + 1) * batch]
         spare = not len(numbers)
         if spare:
@@ -102,14 +124,16 @@ def estimate_bound(
             evaluation_noise(seed, draw, draws, numbers, len(indices), shards.length).to(device)
             for draw in range(draws)
         )
-        parts = model(sequence_bounds, x, valid, noise, draws, config)
+        counted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid.clone()
+        counted[:, :given] = False
+        parts = model(sequence_bounds, x, valid, counted if given else None, noise, draws, config)
         if not spare:
-            tokens = torch.full_like(parts[0], shards.length) if valid is None else valid.sum(1).double()
+            tokens = counted.sum(dim=1).double()
             bound = parts[0] if _is_cut(config) else parts.sum(dim=0)
             sums += _moments(tokens.cpu(), bound.cpu(), *parts.cpu())
     if grid:
         sums = grid.sum(sums)
-    return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), exact=config.objective.name == "ar")
+    return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), config)
 
 
 def evaluation_noise(
@@ -128,7 +152,8 @@ def evaluation_noise(
 
 
 def _is_cut(config: Config) -> bool:
-    return config.objective.name != "ar" and config.evaluate.time == "uniform"
+    uniform = config.objective.name != "ar" and config.evaluate.time == "uniform"
+    return uniform and config.evaluate.below == "drawn"
 
 
 _SUMS = (
@@ -143,14 +168,14 @@ def _moments(tokens, bound, above, below, jumps) -> Tensor:
     return torch.stack([term.sum() for term in terms])
 
 
-def _result(s: dict[str, float], exact: bool) -> dict:
+def _result(s: dict[str, float], config: Config) -> dict:
     nll, error = _ratio(s, "bound")
     result = {
         "nll_per_token": nll,
         "standard_error": math.hypot(error, nll * 2**-23),  # its CE is float32: no better than that
         "ppl": _exp(nll),
     }
-    if not exact:
+    if config.objective.name != "ar":
         cut, jumps = s["above"] / s["tokens"], s["jumps"] / s["tokens"]
         remainder, remainder_error = _ratio(s, "below")
         uncut = cut + remainder + jumps
@@ -175,34 +200,6 @@ def _ratio(s: dict[str, float], of: str) -> tuple[float, float]:
 
 def _exp(nll: float) -> float:
     return math.exp(nll) if nll < 700 else math.inf
-
-
-def convention(shards: ShardSet, config: Config, draws: int, seed: int, weights: str) -> dict:
-    """Everything that a number needs beside it to be compared with another."""
-    manifest, eps = shards.manifest, config.evaluate.time_eps
-    if config.objective.name == "ar":
-        kind = "exact likelihood, left to right"
-    elif _is_cut(config):
-        kind = f"cut: leaves out times below {eps:g}, which nll_per_token_uncut has"
-    else:
-        kind = f"uncut; nll_per_token_cut leaves out times below {eps:g}"
-    return {
-        "preset": "bound",
-        "objective": config.objective.model_dump(mode="json"),
-        "bound": kind,
-        "time": None if config.objective.name == "ar" else config.evaluate.time,
-        "denominator": "predicted tokens (all but padding)",
-        "pieces": f"{manifest.packing}, {shards.length} tokens, EOS after each document, no BOS",
-        "attend": config.data.attend,
-        "data": str(shards),
-        "split": manifest.split,
-        "source": f"{manifest.recipe}: {manifest.official_split}",
-        "identity": manifest.identity,
-        "draws": draws,
-        "seed": seed,
-        "weights": weights,
-        "dtype": "float32",
-    }
 
 
 def _device(model):

@@ -228,7 +228,7 @@ def test_what_is_reused_is_verified(corpus, tmp_path):
         ({"inputs": ("nowhere.txt",)}, "input nowhere.txt does not exist"),
         ({"vocab_size": None}, "give --vocab-size"),
         ({"tokenizer": "nowhere/tokenizer", "vocab_size": None}, "cannot load tokenizer nowhere/tokenizer"),
-        ({"length": 1}, "a sequence has 2 to"),
+        ({"length": 1}, "a packed sequence has 2 to"),
         ({"vocab_size": -5}, "--vocab-size -5: give 8 to"),
         ({"vocab_size": 2**40}, "give 8 to"),
         ({"valid_fraction": 1.5}, "not between 0 and 1"),

@@ -1,19 +1,27 @@
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lomdm_dist.cli import main
 from lomdm_dist.config import EvaluateConfig, load_config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
+from lomdm_dist.model.backbone import Context
 from lomdm_dist.model.lomdm import Denoised
+from lomdm_dist.ops.attention import Sight
 from lomdm_dist.process import PowerSchedule
 from lomdm_dist.train.checkpoint import Checkpoint
+from tests.distributed.grids import on_processes
 from tests.model.test_model import tiny_config
+from tests.table import MASK, TableBackbone, TableOutput, table_model
 from tests.tiny import prepare_tiny, randomize
 
 
@@ -86,6 +94,134 @@ def test_standard_error_is_that_of_the_draws(model, trained_run):
     many = bound(model, trained_run.run, trained_run.data, draws=40, seed=99)
     assert abs(many["nll_per_token"] - estimates.mean()) < 4 * estimates.std() / math.sqrt(40) * 1.5
     assert many["standard_error"] < error
+
+
+def measured(run, data, counts):
+    """On one of several processes: the command, told its rank as by a launcher; the result of rank 0."""
+    out = run.with_name(f"ppl-{counts}.json")
+    where = ["--checkpoint", str(run), "--data", str(data), "--limit", "21", "--batch", str(8 // counts)]
+    main(["eval", "ppl", *where, "--draws", "2", "--json", str(out)])
+    return json.loads(out.read_text()) if os.environ.get("RANK", "0") == "0" else None
+
+
+def test_the_command_gives_one_number_on_any_number_of_processes(random_run, trained_run):
+    """21 sequences on 1, 2 and 4 real processes, and twice alone."""
+    data = trained_run.data / "valid"
+    first, again = measured(random_run, data, 1), measured(random_run, data, 1)
+    numbers = [key for key, value in first.items() if isinstance(value, float | int)]
+    assert [first[key] for key in numbers] == [again[key] for key in numbers]
+    for count in (2, 4):
+        shared = on_processes(count, measured, random_run, data, count)[0]
+        assert shared["sequences"] == 21 and shared["tokens"] == 21 * 16
+        for key in numbers:
+            assert shared[key] == pytest.approx(first[key], rel=1e-6), (count, key)
+
+
+# A joint distribution of two tokens, and networks that know it.
+
+JOINT = torch.tensor([[0.30, 0.02, 0.08], [0.05, 0.20, 0.05], [0.10, 0.15, 0.05]], dtype=torch.float64)
+PAIRS = torch.tensor([[a, b] for a in range(3) for b in range(3)])
+
+
+class JointBackbone(TableBackbone):
+    """Features of a text of two tokens: the logits of each position given the other, by the joint."""
+
+    def __init__(self, causal: bool = False):
+        nn.Module.__init__(self)
+        self.causal, self.output = causal, TableOutput()
+        self.anything = nn.Parameter(torch.zeros(1))  # a model is where its parameters are
+
+    def context(self, shape, valid=None, documents=None, dropout=None):
+        return Context(torch.zeros(1), None, Sight(self.causal, shape[1]), None, shape, None)
+
+    def forward(self, tokens, context):
+        rows = [self._position(text, place) for text in tokens.tolist() for place in range(len(text))]
+        return torch.stack(rows)
+
+    def _position(self, text, place):
+        if self.causal:  # position k predicts token k from those before it; the first input is the mask
+            seen = text[1 : place + 1]
+            probs = JOINT.sum(1) if not seen else JOINT[seen[0]]
+        else:
+            other = text[1 - place]
+            sides = JOINT if place else JOINT.T
+            probs = sides.sum(0) if other == MASK else sides[other]
+        psi, phi = torch.full((3,), 9.0 * place), torch.full((3,), -9.0 * place)  # two orders that disagree
+        return torch.cat([probs.log(), torch.zeros(1), psi, phi])
+
+
+class Pairs:
+    length = 2
+
+    def batch(self, indices, device):
+        return PAIRS[torch.as_tensor(indices) % 9], None
+
+
+@pytest.mark.parametrize(
+    ("objective", "equal"),
+    [
+        ({"name": "mdlm"}, True),  # consistent conditionals: every order gives the chain rule
+        ({"name": "lomdm", "c1": 0.7, "c2": 0.0}, True),
+        ({"name": "window", "window_eps": 1e-6}, True),
+        ({"name": "lomdm"}, False),  # phi and psi differ: the velocity term is paid
+    ],
+)
+@pytest.mark.parametrize("time", ["pinned", "mixture"])
+def test_the_bound_of_a_known_joint(objective, equal, time):
+    """Never below -log p(x) of a text, by 3 standard errors; equal within them where theory says so."""
+    model = table_model(objective)
+    model.backbone = JointBackbone()
+    config = tiny_config(objective=objective, model={"length": 2, "vocab_size": 4, "mask_id": 3})
+    config = config.model_copy(update={"evaluate": EvaluateConfig(time=time)})
+    for number, pair in enumerate(PAIRS):
+        copies = np.full(64, number)
+        result = estimate_bound(model, Pairs(), config, copies, draws=8, seed=number, batch=64)
+        nll = -JOINT[tuple(pair)].log().item() / 2
+        difference, error = result["nll_per_token"] - nll, 3 * result["standard_error"] + 1e-5
+        assert difference > -error
+        assert not equal or difference < error
+        if time == "pinned" and not equal:
+            assert difference > error
+
+
+def test_ar_is_exact_on_a_known_joint():
+    model = table_model({"name": "ar"})
+    model.backbone = JointBackbone(causal=True)
+    config = tiny_config(objective={"name": "ar"}, model={"length": 2, "vocab_size": 4, "mask_id": 3})
+    result = estimate_bound(model, Pairs(), config, np.arange(9))
+    assert result["nll_per_token"] == pytest.approx(-JOINT.log().mean().item() / 2, abs=1e-6)
+
+
+MEMORY = """
+import resource, sys
+import numpy as np, torch
+from lomdm_dist.config import load_config
+from lomdm_dist.evaluate.perplexity import estimate_bound
+from lomdm_dist.model import LoMDM
+torch.set_num_threads(1)
+vocabulary = ["model.vocab_size=50258", "model.mask_id=50257"]
+config = load_config(sys.argv[1], [*vocabulary, "model.length=128", "model.width=8", "model.blocks=1"])
+model = LoMDM(config.model, config.objective).eval()
+class Text:
+    length = 128
+    def batch(self, indices, device):
+        return torch.ones(len(indices), 128, dtype=torch.long), None
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+estimate_bound(model, Text(), config, np.arange(64), batch=32)
+before = peak()
+estimate_bound(model, Text(), config, np.arange(2000), batch=32)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_evaluation_does_not_grow(random_run):
+    """2,000 sequences of 128 at V = 50,258: less than one batch of logits above 64 of them."""
+    command = [sys.executable, "-c", MEMORY, str(random_run / "config.yaml")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print(f"grown by {grown / 2**20:.0f} MiB")
+    assert grown < 32 * 128 * 50258 * 4 / 8
 
 
 class ManySequences:

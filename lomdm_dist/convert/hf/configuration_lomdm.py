@@ -8,8 +8,9 @@ class LomdmConfig(PretrainedConfig):
 
     max_position_embeddings  the length of the training sequences
     condition_width          of the constant adaLN condition
-    packing                  of these: "packed" (documents end to end, EOS after each) or "padded" (one
-                             document a sequence, EOS, then padding)
+    packing                  of these: "packed" (documents end to end, EOS after each), "wrapped" (the same,
+                             BOS and EOS around each sequence) or "padded" (one document a sequence, EOS,
+                             then padding)
     attend                   "sequence", or "document": a token sees its own document only
     """
 

@@ -1,0 +1,86 @@
+"""`lomdm eval report`: what was run stands there with its numbers, what was not is said."""
+
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from lomdm_dist import cli
+
+
+@pytest.fixture
+def run(trained_run, tmp_path):
+    """A run of its own: the report is written into it."""
+    return shutil.copytree(trained_run.run, tmp_path / "run")
+
+
+class Reader(HTMLParser):
+    """What a browser would have to fetch, and the text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.sources, self.text = [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_report_says_what_was_run_and_what_was_not(run, trained_run, capsys, monkeypatch):
+    def main(words):  # results name the command that made them
+        monkeypatch.setattr(sys, "argv", ["lomdm", *words])
+        cli.main(words)
+
+    valid = str(trained_run.data / "valid")
+    for preset in ("bound", "mdlm"):
+        out = run / "eval" / f"{preset}.json"
+        out.parent.mkdir(exist_ok=True)
+        main(
+            ["eval", "ppl", "--checkpoint", str(run), "--data", valid, "--preset", preset, "--json", str(out)]
+        )
+    ppl = json.loads(out.read_text())
+    samples = run / "samples.json"
+    main(["sample", "--checkpoint", str(run), "--num", "2", "--steps", "4", "--json", str(samples)])
+    (run / "eval" / "of something else.json").write_text('{"command": ["x", "eval"]}')
+    (run / "eval" / "broken.json").write_text('{"command": ')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"step": 9, "valid_nll_per_token": 5.25, "order_A_hatA": 0.5, "order_A_confidence": null}\n{"st'
+        )
+    main(["eval", "report", str(run), "--json", str(run / "report.json")])
+    assert "not run, and said there: rule, zero-shot, gen-ppl, order, tasks" in capsys.readouterr().out
+    found = json.loads((run / "report.json").read_text())
+    assert found["found"] == ["ppl", "sample"]
+
+    text = (run / "report" / "report.md").read_text()
+    row = f"| mdlm | valid | {ppl['nll_per_token']:.4f} ± {ppl['standard_error']:.4f} | {ppl['ppl']:.2f} |"
+    assert row in text and "| LoMDM | 25.4 | 27.2 | 20.4 |" in text
+    assert f"lomdm eval gen-ppl --checkpoint {run} --judge gpt2-large --paper" in text
+    for picture in re.findall(r"!\[.*\]\((.*)\)", text):
+        assert (run / "report" / picture).stat().st_size > 1000
+    assert "correlations.png" in text
+    page = Reader((run / "report" / "report.html").read_text())
+    assert page.sources and all(source.startswith("data:image/png;base64,") for source in page.sources)
+    for sample in json.loads(samples.read_text())["texts"]:
+        assert sample.strip()[:20] in text and sample.strip()[:10] in page.text
+
+
+def test_a_sample_cannot_write_html(run):
+    text = "```\n</pre><script>alert(1)</script> | <img src=x>"
+    result = {"command": ["lomdm", "sample"], "texts": [text], "steps": 4, "entropy": None}
+    (run / "samples.json").write_text(json.dumps(result))
+    cli.main(["eval", "report", str(run), "--out", str(run / "elsewhere")])
+    page = (run / "elsewhere" / "report.html").read_text()
+    assert "<script>" not in page and "<img src=x>" not in page and "&lt;script&gt;" in page
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["eval", "report", str(tmp_path)])
+    assert stopped.value.code == 2 and "is no run" in capsys.readouterr().err
