@@ -21,6 +21,7 @@ from lomdm_dist.commands import (
     checkpoint,
     convert,
     eval_ppl,
+    eval_rule,
     launch,
     plan,
     prepare,
@@ -121,6 +122,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("launch", launch, "start again what fails; or check hosts before")
     evaluations = group("eval", "evaluate a checkpoint", "WHAT")
     add("ppl", eval_ppl, "perplexity by the bound", evaluations)
+    add("rule", eval_rule, "exact likelihood of a deterministic order's sampler", evaluations)
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))

@@ -6,17 +6,20 @@ from lomdm_dist.commands.common import checkpoint_options, device, only, positiv
 from lomdm_dist.errors import UserError
 
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
-PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
+PROMPT = (
+    "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows; may be "
+    "repeated, --num sequences for each"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     checkpoint_options(parser)
     parser.add_argument("--num", type=int, default=4, help="sequences (default 4)")
     parser.add_argument("--length", type=int, help="tokens; default and most: the model's")
-    parser.add_argument("--steps", type=int, help="steps of time; default: the length")
+    parser.add_argument("--steps", type=int, help="steps; default: the length")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--batch", type=int, default=16, help="sequences at once (default 16)")
-    parser.add_argument("--prompt", metavar="TEXT", help=PROMPT)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=PROMPT)
     parser.add_argument("overrides", nargs="*", metavar="sampler.key=value", help=SAMPLER)
     parser.set_defaults(run=_sample)
 
@@ -37,15 +40,12 @@ def _sample(options) -> None:
     if length > config.model.length:
         raise UserError(f"--length {length}: the model was trained at {config.model.length}")
     given = None
-    if options.prompt is not None:
-        given = torch.full((length,), config.model.mask_id)
-        prompt = encode_prompt(tokenizer, options.prompt)
-        if len(prompt) > length:
-            raise UserError(f"--prompt has {len(prompt)} tokens, --length is {length}")
-        given[: len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+    if options.prompt:
+        starts = [_start(encode_prompt(tokenizer, p), length, config.model.mask_id) for p in options.prompt]
+        given = torch.stack(starts).repeat_interleave(options.num, dim=0)
     samples = sample(
         checkpoint.build_model(options.weights).to(device()),
-        options.num,
+        options.num if given is None else len(given),
         length,
         options.steps or length,
         options.seed,
@@ -61,6 +61,9 @@ def _sample(options) -> None:
         "texts": texts,
         "steps": samples.steps,
         "network_calls": samples.network_calls,
+        "saved_calls": samples.saved_calls,
+        "seconds": samples.seconds,
+        "tokens_per_second": samples.tokens_per_second(),
         "entropy": samples.entropy(),
     }
     machine.write_result(options.json, result, checkpoint.config.as_dict())
@@ -68,10 +71,23 @@ def _sample(options) -> None:
         print(f"--- sample {i}\n{text}")
     settings = [f"{k}={v}" for k, v in config.sampler.model_dump(exclude_defaults=True).items()]
     print(
-        f"--- {options.num} samples of {config.objective.name}, {length} tokens, {samples.steps} steps"
+        f"--- {len(texts)} samples of {config.objective.name}, {length} tokens, {samples.steps} steps"
         f"{' (one a token)' if config.objective.name == 'ar' else ''}, entropy {samples.entropy():.3f} nats"
-        f"{''.join(', ' + setting for setting in settings)}"
+        f"{''.join(', ' + setting for setting in settings)}\n"
+        f"--- {samples.network_calls:.1f} network calls a sequence ({samples.saved_calls:.0%} of the steps "
+        f"needed none), {samples.tokens_per_second():,.0f} tokens/s"
     )
+
+
+def _start(prompt: list[int], length: int, mask_id: int):
+    """A prompt's ids and then masks, [length]. UserError."""
+    import torch
+
+    if len(prompt) > length:
+        raise UserError(f"--prompt has {len(prompt)} tokens, --length is {length}")
+    start = torch.full((length,), mask_id)
+    start[: len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+    return start
 
 
 def _check_pace(path: str, overrides: list[str]) -> list[str]:

@@ -4,7 +4,11 @@ The network depends on the masked text and not on the time. So a sequence is loo
 step that revealed something in it; the steps before that need no more than its reverse schedule.
 """
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,24 +36,32 @@ class Samples:
     exponents      [N, L] float32: of the reverse schedule, as seen when the token was drawn (nan: given);
                    GenMD4's are means over the tokens, under the network. None where the objective has
                    none (`ar`, window and polynomial schedules)
-    lengths        [N] int64: what lies behind is no text
     steps          of time, or of the rule; for `ar` of tokens
     network_calls  forward passes a sequence, in the mean
     saved_calls    share of the steps that needed none
+    seconds        that drawing them took
+    lengths        [N] int64: what lies behind is no text; None where all are L long
     """
 
     token_ids: Tensor
     revealed_at: Tensor
     exponents: Tensor | None
-    lengths: Tensor
     steps: int
     network_calls: float
-    saved_calls: float
+    saved_calls: float = 0.0
+    seconds: float = math.nan
+    lengths: Tensor | None = None
+
+    def tokens_per_second(self) -> float:
+        """Tokens drawn, those given left out."""
+        return int((self.revealed_at > 0).sum()) / self.seconds
 
     def entropy(self) -> float:
         """Mean over samples of the entropy of a sample's own token frequencies, in nats."""
-        entropies = []
-        for row, length in zip(self.token_ids, self.lengths.tolist(), strict=True):
+        lengths, entropies = [len(row) for row in self.token_ids], []
+        if self.lengths is not None:
+            lengths = self.lengths.tolist()
+        for row, length in zip(self.token_ids, lengths, strict=True):
             share = torch.unique(row[:length], return_counts=True)[1].double() / length
             entropies.append(-(share * share.log()).sum())
         return float(torch.stack(entropies).mean())
@@ -82,10 +94,20 @@ class StepNoise:
         return keyed_generator(self.seed, Purpose.SAMPLE, int(self.steps[b]), int(self.indices[b]))
 
 
+class Run(NamedTuple):
+    """What all batches of a call of `sample` share."""
+
+    steps: int
+    seed: int
+    never: tuple[int, ...]
+    settings: SamplerConfig
+    on_step: Callable[[Tensor, Tensor], None] | None
+
+
 @torch.no_grad()
 def sample(
     model,
-    count: int,
+    count: int | Tensor,
     length: int,
     steps: int,
     seed: int,
@@ -94,39 +116,44 @@ def sample(
     given: Tensor | None = None,
     batch: int = 16,
     progress: bool = False,
+    on_step: Callable[[Tensor, Tensor], None] | None = None,
     lengths: Tensor | None = None,
 ) -> Samples:
     """Draw `count` sequences of `length` tokens, in `steps`; `ar` takes one a free position.
 
-    given [length] or, where they differ, [count, length] holds tokens that stay, and the mask id where
-    one is to be drawn; without it all are. lengths [count], by default `length`: what given holds behind
-    them stays and is not seen. `never` lists ids that are not text (padding); the mask token never comes
-    out of a text. Sample i depends on (seed, i) and what is given for it, and on the batch it is drawn in
-    by rounding alone. Raises UserError where `ar` is asked to fill a gap, and where the objective lacks
-    the order that `settings.rule` asks for.
+    given [length] or, where they differ, [N, length] holds tokens that stay, and the mask id where one is
+    to be drawn; without it all are. lengths [N], by default `length`: what `given` holds behind them stays,
+    and is not seen. `never` lists ids that are not text (padding); the mask token never comes out of a text.
+    on_step(indices [B], z [B, L]) sees each batch after each step that revealed something.
+
+    Sample i depends on (seed, i) and what is given for it alone, but for rounding: the network's last digits
+    may vary with the batch. A process that draws some of many gives their indices [N] as `count`.
+    Raises UserError where `ar` is asked to fill a gap, or the objective lacks the order of `settings.rule`.
     """
     check_rule(settings.rule, model.objective)
-    device = next(model.parameters()).device
+    device, start = next(model.parameters()).device, time.perf_counter()
+    indices = torch.arange(count) if isinstance(count, int) else count
     z = torch.full((length,), model.mask_id) if given is None else given
-    z = z.to(device).expand(count, length)
-    lengths = torch.full((count,), length) if lengths is None else lengths
-    valid = torch.arange(length, device=device) < lengths.to(device)[:, None]
+    z = z.to(device).expand(len(indices), length)
+    valid = torch.ones_like(z, dtype=torch.bool)
+    if lengths is not None:
+        valid = torch.arange(length, device=device) < lengths.to(device)[:, None]
     causal = model.objective.name == "ar"
     if causal:
         steps = _free_tokens(z, valid, model.mask_id)
-    parts = []
-    with tqdm(total=count * steps, desc="sample", unit="step", disable=None if progress else True) as bar:
-        for indices in torch.arange(count).split(batch):
-            rows = z[indices], valid[indices], seed, indices.to(device), never, settings, bar
-            parts.append(_continue(model, *rows) if causal else _denoise(model, steps, *rows))
+    run, parts = Run(steps, seed, never, settings, on_step), []
+    with tqdm(total=len(z) * steps, desc="sample", unit="step", disable=None if progress else True) as bar:
+        for rows in torch.arange(len(z)).split(batch):
+            draw = _continue if causal else _denoise
+            parts.append(draw(model, z[rows], valid[rows], indices[rows], run, bar))
     z, revealed_at, exponents, calls = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     if exponents[revealed_at > 0].isnan().all():
         exponents = None
-    calls = calls.double().mean().item()
-    return Samples(z, revealed_at, exponents, lengths.cpu(), steps, calls, 1 - calls / max(steps, 1))
+    calls, seconds = calls.double().mean().item(), time.perf_counter() - start
+    return Samples(z, revealed_at, exponents, steps, calls, 1 - calls / max(steps, 1), seconds, lengths)
 
 
-def _denoise(model, steps: int, z: Tensor, valid: Tensor, seed: int, indices: Tensor, never, settings, bar):
+def _denoise(model, z: Tensor, valid: Tensor, indices: Tensor, run: Run, bar) -> tuple:
     """A batch [B, L], from masks to text -> z, revealed_at, exponents, network calls [B]."""
     z = z.clone()
     t = torch.ones(len(z), dtype=torch.float64, device=z.device)
@@ -135,20 +162,22 @@ def _denoise(model, steps: int, z: Tensor, valid: Tensor, seed: int, indices: Te
     exponents = torch.full(z.shape, torch.nan, device=z.device)
     everywhere = bool(valid.all())  # then the network need not hear of it
     while len(rows := ((z == model.mask_id) & valid).any(dim=1).nonzero()[:, 0]):
-        look = Look(model, z[rows], None if everywhere else valid[rows], settings, never)
+        look = Look(model, z[rows], None if everywhere else valid[rows], run.settings, run.never)
         before = k[rows]
-        filled, t[rows], k[rows] = leap(look, t[rows], before, steps, seed, indices[rows])
+        filled, t[rows], k[rows] = leap(look, t[rows], before, indices[rows.cpu()], run)
         new = filled != z[rows]
         z[rows] = filled
         revealed_at[rows] = torch.where(new, k[rows, None].int(), revealed_at[rows])
         if look.exponents() is not None:
             exponents[rows] = torch.where(new, look.exponents().float(), exponents[rows])
         calls[rows] += 1
+        if run.on_step is not None:
+            run.on_step(indices, z)
         bar.update(int((k[rows] - before).sum()))
     return z, revealed_at, exponents, calls
 
 
-def leap(look: Look, t: Tensor, k: Tensor, steps: int, seed: int, indices: Tensor) -> tuple:
+def leap(look: Look, t: Tensor, k: Tensor, indices: Tensor, run: Run) -> tuple:
     """Steps of each sequence until one reveals something: so long holds what the network says.
 
     t [B] and k [B], the times and the numbers of steps done -> z [B, L], t and k after that.
@@ -156,7 +185,7 @@ def leap(look: Look, t: Tensor, k: Tensor, steps: int, seed: int, indices: Tenso
     z, masked = look.z, look.masked
     step = reverse_step if look.settings.rule == "random" else rule_step
     while (open_rows := masked.any(dim=1)).any():
-        reveal, tokens, s = step(look, masked, t, k, steps, StepNoise(seed, k, indices, z.device))
+        reveal, tokens, s = step(look, masked, t, k, run.steps, StepNoise(run.seed, k, indices, z.device))
         z = z.masked_scatter(reveal, tokens)
         t, k = torch.where(open_rows, s, t), k + open_rows
         masked = masked & ~reveal.any(dim=1, keepdim=True)
@@ -247,19 +276,22 @@ def _free_tokens(z: Tensor, valid: Tensor, mask_id: int) -> int:
     return int(free.sum(dim=1).max())
 
 
-def _continue(model, z: Tensor, valid: Tensor, seed: int, indices: Tensor, never, settings, bar):
+def _continue(model, z: Tensor, valid: Tensor, indices: Tensor, run: Run, bar) -> tuple:
     """`ar`: a batch [B, L], position by position -> as `_denoise`."""
     z, free = z.clone(), (z == model.mask_id) & valid
     given = valid.sum(dim=1) - free.sum(dim=1)
     revealed_at = torch.zeros(z.shape, dtype=torch.int32, device=z.device)
     for position in range(z.shape[1]):
         rows = free[:, position].nonzero()[:, 0]
-        if len(rows):
-            step = position - given[rows]
-            noise = StepNoise(seed, step, indices[rows], z.device)
-            z[rows, position] = next_token(model, z[rows], position, noise, never, settings)
-            revealed_at[rows, position] = step.int() + 1
-            bar.update(len(rows))
+        if not len(rows):
+            continue
+        step = position - given[rows]
+        noise = StepNoise(run.seed, step, indices[rows.cpu()], z.device)
+        z[rows, position] = next_token(model, z[rows], position, noise, run.never, run.settings)
+        revealed_at[rows, position] = step.int() + 1
+        if run.on_step is not None:
+            run.on_step(indices, z)
+        bar.update(len(rows))
     return z, revealed_at, torch.full(z.shape, torch.nan), free.sum(dim=1)
 
 
