@@ -22,6 +22,7 @@ from lomdm_dist.commands import (
     convert,
     eval_ppl,
     eval_report,
+    eval_rule,
     eval_zero_shot,
     launch,
     plan,
@@ -125,6 +126,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("ppl", eval_ppl, "perplexity by the bound", evaluations)
     add("report", eval_report, "one page of a run and its evaluations", evaluations)
     add("zero-shot", eval_zero_shot, "perplexity on other data sets, beside the paper's", evaluations)
+    add("rule", eval_rule, "exact likelihood of a deterministic order's sampler", evaluations)
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))

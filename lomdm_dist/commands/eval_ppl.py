@@ -46,7 +46,7 @@ def open_checkpoint(options):
 def _ppl(options) -> None:
     with processes() as grid:
         checkpoint = open_checkpoint(options)
-        shards = _open_shards(options, checkpoint)
+        shards = open_shards(options, checkpoint)
         result = _estimate(options, checkpoint, shards, grid)
         if grid is None or grid.first:
             from lomdm_dist import machine
@@ -55,7 +55,7 @@ def _ppl(options) -> None:
             machine.write_result(options.json, result, checkpoint.config.as_dict())
 
 
-def _open_shards(options, checkpoint):
+def open_shards(options, checkpoint):
     """The data, if its perplexity under this model means something. UserError."""
     from lomdm_dist.data.reader import access_of
     from lomdm_dist.data.shards import ShardSet, check_model_fits
@@ -96,17 +96,24 @@ def _estimate(options, checkpoint, shards, grid) -> dict:
         grid,
         progress="evaluate" if grid is None or grid.first else None,
     )
-    manifest = shards.manifest
     result["convention"] = {
         **describe(options.preset, config, checkpoint.state.data.packing),
+        **data_of(shards),
+        **settings(options, config),
+    }
+    return result
+
+
+def data_of(shards) -> dict:
+    """Which data a number is of."""
+    manifest = shards.manifest
+    return {
         "data": str(shards),
         "packing": manifest.packing,
         "split": manifest.split,
         "source": f"{manifest.recipe}: {manifest.official_split}",
         "identity": manifest.identity,
-        **settings(options, config),
     }
-    return result
 
 
 def settings(options, config) -> dict:

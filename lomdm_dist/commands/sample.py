@@ -10,7 +10,10 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_writable, write_atomically
 
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
-PROMPT = "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows"
+PROMPT = (
+    "text that stays; a [MASK] in it, as the tokenizer spells it, is filled; more text follows; may be "
+    "repeated, --num sequences for each"
+)
 BESIDE = "another checkpoint, sampled with the same seed and steps, with changes of its own; may be repeated"
 TRAJECTORY = "show how the texts came about: FILE.html, a page, or FILE.png; may be repeated"
 
@@ -19,10 +22,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     checkpoint_options(parser)
     parser.add_argument("--num", type=int, default=4, help="sequences (default 4)")
     parser.add_argument("--length", type=int, help="tokens; default and most: the model's")
-    parser.add_argument("--steps", type=int, help="steps of time; default: the length")
+    parser.add_argument("--steps", type=int, help="steps; default: the length")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--batch", type=int, default=16, help="sequences at once (default 16)")
-    parser.add_argument("--prompt", metavar="TEXT", help=PROMPT)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=PROMPT)
     parser.add_argument(
         "--trajectory", type=Path, action="append", default=[], metavar="FILE", help=TRAJECTORY
     )
@@ -67,8 +70,8 @@ def _sample(options) -> None:
     length = options.length or longest
     if length > longest:
         raise UserError(f"--length {length}: the model was trained at {longest}")
-    starts = [_start(model, options.prompt, length) for model in models]
-    drawn = [_draw(model, length, start, options) for model, start in zip(models, starts, strict=True)]
+    given = [_starts(model, options, length) for model in models]
+    drawn = [_draw(model, length, rows, options) for model, rows in zip(models, given, strict=True)]
     results = [_result(model, samples) for model, samples in zip(models, drawn, strict=True)]
     beside = {"beside": results[1:]} if options.beside else {}
     machine.write_result(options.json, results[0] | beside, models[0].config.as_dict())
@@ -101,23 +104,24 @@ def _open(path: str, overrides: list[str]) -> _Model:
     return _Model(path, overrides, checkpoint, checkpoint.tokenizer())
 
 
-def _start(model: _Model, prompt: str | None, length: int):
-    """The prompt's ids and then masks, [length]; None without a prompt."""
+def _starts(model: _Model, options, length: int):
+    """The ids of each prompt and then masks, [N, length]; None without a prompt. UserError."""
     import torch
 
     from lomdm_dist.data.tokenizer import encode_prompt
 
-    if prompt is None:
+    if not options.prompt:
         return None
-    ids = encode_prompt(model.tokenizer, prompt)
-    if len(ids) > length:
-        raise UserError(f"--prompt has {len(ids)} tokens, --length is {length}")
-    start = torch.full((length,), model.config.model.mask_id)
-    start[: len(ids)] = torch.tensor(ids, dtype=torch.long)
-    return start
+    starts = torch.full((len(options.prompt), length), model.config.model.mask_id)
+    for start, prompt in zip(starts, options.prompt, strict=True):
+        ids = encode_prompt(model.tokenizer, prompt)
+        if len(ids) > length:
+            raise UserError(f"--prompt has {len(ids)} tokens, --length is {length}")
+        start[: len(ids)] = torch.tensor(ids, dtype=torch.long)
+    return starts.repeat_interleave(options.num, dim=0)
 
 
-def _draw(model: _Model, length: int, start, options):
+def _draw(model: _Model, length: int, given, options):
     from lomdm_dist.data.tokenizer import not_text
     from lomdm_dist.sample import sample
     from lomdm_dist.sample.terminal import LiveView
@@ -127,13 +131,13 @@ def _draw(model: _Model, length: int, start, options):
     with live or contextlib.nullcontext():
         return sample(
             model.checkpoint.build_model(options.weights).to(device()),
-            options.num,
+            options.num if given is None else len(given),
             length,
             options.steps or length,
             options.seed,
             not_text(model.tokenizer, config.model.vocab_size),
             config.sampler,
-            start,
+            given,
             options.batch,
             progress=live is None,
             on_step=live,
@@ -146,6 +150,9 @@ def _result(model: _Model, samples) -> dict:
         "texts": model.tokenizer.batch_decode(samples.token_ids),
         "steps": samples.steps,
         "network_calls": samples.network_calls,
+        "saved_calls": samples.saved_calls,
+        "seconds": samples.seconds,
+        "tokens_per_second": samples.tokens_per_second(),
         "entropy": samples.entropy(),
     }
 
@@ -156,7 +163,9 @@ def _say(config, samples, texts: list[str]) -> None:
     print(
         f"--- {len(texts)} samples of {config.objective.name}, {samples.token_ids.shape[1]} tokens, "
         f"{samples.steps} steps{' (one a token)' if config.objective.name == 'ar' else ''}, "
-        f"entropy {samples.entropy():.3f} nats{_settings(config)}"
+        f"entropy {samples.entropy():.3f} nats{_settings(config)}\n"
+        f"--- {samples.network_calls:.1f} network calls a sequence ({samples.saved_calls:.0%} of the steps "
+        f"needed none), {samples.tokens_per_second():,.0f} tokens/s"
     )
 
 
