@@ -1,12 +1,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lomdm_dist.cli import main
 from lomdm_dist.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from lomdm_dist.errors import UserError
 from lomdm_dist.sample import Samples
 from lomdm_dist.sample import terminal as terminal_module
 from lomdm_dist.sample.picture import draw, oklch
@@ -127,6 +129,20 @@ def test_the_command_writes_both_and_samples_models_alike(trained_run, trained_m
     for model, texts in zip(models, [result["texts"], *(r["texts"] for r in result["beside"])], strict=True):
         assert ["".join(text["pieces"]) for text in model["samples"]] == texts
         assert {at for text in model["samples"] for at in text["revealed_at"]} <= set(range(1, 6))
+
+
+def test_parts_of_speech_come_from_the_tagger_or_the_reason_why_not(trained_run, tmp_path, monkeypatch):
+    def no_tagger(tokenizer, ids):
+        raise UserError("no tagger is installed")
+
+    options = ["--num", "1", "--steps", "3", "--speech", "--trajectory", str(tmp_path / "a.html")]
+    for tag in (lambda tokenizer, ids: ["noun"] * len(ids), no_tagger):
+        monkeypatch.setitem(sys.modules, "lomdm_dist.evaluate.speech", SimpleNamespace(tag_tokens=tag))
+        main(["sample", "--checkpoint", str(trained_run.run), *options])
+        model = data_of((tmp_path / "a.html").read_text())["models"][0]
+        reason = "no tagger is installed" if tag is no_tagger else ""
+        assert model["samples"][0]["classes"] == (None if reason else ["noun"] * 16)
+        assert model["reasons"]["classes"] == reason
 
 
 @pytest.mark.parametrize(

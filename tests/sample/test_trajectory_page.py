@@ -1,5 +1,6 @@
 """The trajectory's page in a real browser: what it shows at each step is what the sampler revealed."""
 
+import dataclasses
 import re
 import time
 
@@ -29,13 +30,13 @@ def drawn(trained_run) -> list[Samples]:
     """Two models' samples, 3 each; the second has a prompt, markup in it, and exponents."""
     checkpoint = Checkpoint(trained_run.run)
     model, tokenizer = checkpoint.build_model(), checkpoint.tokenizer()
-    first = sample(model, 3, 16, STEPS, seed=1)
+    first = dataclasses.replace(sample(model, 3, 16, STEPS, seed=1), exponents=None)
     ids = tokenizer("</script><i>“x”\n\n")["input_ids"][:10]
     given = torch.full((16,), model.mask_id)
     given[: len(ids)] = torch.tensor(ids)
     second = sample(model, 3, 16, FEWER, seed=2, given=given)
     exponents = (0.4 + 0.05 * torch.arange(16.0)).repeat(3, 1).masked_fill(second.revealed_at == 0, torch.nan)
-    return [first, Samples(second.token_ids, second.revealed_at, exponents, FEWER, FEWER)]
+    return [first, dataclasses.replace(second, exponents=exponents)]
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +174,19 @@ def test_the_keyboard_reaches_all(opened, drawn, tokenizer):
 
 
 def test_what_has_no_data_is_disabled_with_its_reason(browser, drawn, tokenizer, tmp_path):
-    models = [trajectory(drawn[0], tokenizer, "first", no_classes="no tagger is installed")]
-    (tmp_path / "one.html").write_text(page(models, "one model"))
-    browser.get(f"file://{tmp_path / 'one.html'}")
-    options = browser.execute_script(
-        "return [...document.getElementById('colour').options].map(o => [o.disabled, o.text])"
-    )
-    assert options == [
-        [False, "by step"],
-        [True, "by part of speech: no tagger is installed"],
-        [True, "by exponent: the schedule has no exponents"],
-    ]
-    press(browser, "c")
-    assert value(browser, "colour") == "step"
+    script = "return [...document.getElementById('colour').options].map(o => [o.disabled, o.text])"
+    equal = dataclasses.replace(drawn[1], exponents=torch.ones(3, 16))
+    for samples, reason in ((drawn[0], "the schedule has no exponents"), (equal, "all are equal")):
+        models = [trajectory(samples, tokenizer, "first", no_classes="no tagger is installed")]
+        (tmp_path / "one.html").write_text(page(models, "one model"))
+        browser.get(f"file://{tmp_path / 'one.html'}")
+        assert browser.execute_script(script) == [
+            [False, "by step"],
+            [True, "by part of speech: no tagger is installed"],
+            [True, f"by exponent: {reason}"],
+        ]
+        press(browser, "c")
+        assert value(browser, "colour") == "step"
 
 
 CONTRAST = """
