@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import SamplerConfig
 from lomdm_dist.errors import UserError
+from lomdm_dist.model.decode import Decoder
 from lomdm_dist.process.noise import Purpose, keyed_generator
 from lomdm_dist.sample.look import DEFAULT, Look, scatter
 from lomdm_dist.sample.rules import check_rule, choose
@@ -281,28 +282,30 @@ def _continue(model, z: Tensor, valid: Tensor, indices: Tensor, run: Run, bar) -
     z, free = z.clone(), (z == model.mask_id) & valid
     given = valid.sum(dim=1) - free.sum(dim=1)
     revealed_at = torch.zeros(z.shape, dtype=torch.int32, device=z.device)
-    for position in range(z.shape[1]):
+    decoder, first = Decoder(model, *z.shape), int(given.min())
+    unread = torch.cat([z.new_full((len(z), 1), model.mask_id), z[:, :first]], dim=1)
+    for position in range(first, int(valid.sum(dim=1).max())):
+        features = decoder(unread)
         rows = free[:, position].nonzero()[:, 0]
-        if not len(rows):
-            continue
-        step = position - given[rows]
-        noise = StepNoise(run.seed, step, indices[rows.cpu()], z.device)
-        z[rows, position] = next_token(model, z[rows], position, noise, run.never, run.settings)
-        revealed_at[rows, position] = step.int() + 1
-        if run.on_step is not None:
-            run.on_step(indices, z)
-        bar.update(len(rows))
+        if len(rows):
+            step = position - given[rows]
+            noise = StepNoise(run.seed, step, indices[rows.cpu()], z.device)
+            logits = restrict(
+                model.backbone.output(features[rows], decoder.condition), run.settings, run.never
+            )
+            z[rows, position] = next_token(logits, position, z.shape[1], noise, run.settings)
+            revealed_at[rows, position] = step.int() + 1
+            bar.update(len(rows))
+            if run.on_step is not None:
+                run.on_step(indices, z)
+        unread = z[:, position : position + 1]
     return z, revealed_at, torch.full(z.shape, torch.nan), free.sum(dim=1)
 
 
-def next_token(
-    model, z: Tensor, position: int, noise: StepNoise, never: tuple[int, ...], settings: SamplerConfig
-) -> Tensor:
-    """`ar`: the token at a position of z [B, L], drawn from those before it: [B]."""
-    features, condition = model.predict_next(z[:, :position])
-    logits = restrict(model.backbone.output(features[:, -1], condition), settings, never)
+def next_token(logits: Tensor, position: int, length: int, noise, settings: SamplerConfig) -> Tensor:
+    """`ar`: the tokens [B] at a position of `length`, drawn by their logits [B, V]."""
     if settings.dtype == "float32":
-        counts = torch.ones(len(z), dtype=torch.long)
+        counts = torch.ones(len(logits), dtype=torch.long)
         return race_float32(logits.softmax(dim=1).float(), noise.float32(counts, logits.shape[1]))
-    everywhere = torch.ones_like(z, dtype=torch.bool)
+    everywhere = torch.ones(len(logits), length, dtype=torch.bool)
     return draw_tokens(logits, noise.uniforms(everywhere)[1][:, position])
