@@ -26,6 +26,7 @@ from lomdm_dist.commands import (
     eval_ppl,
     eval_report,
     eval_tasks,
+    eval_rule,
     eval_zero_shot,
     launch,
     plan,
@@ -142,6 +143,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("report", eval_report, "one page of a run and its evaluations", evaluations)
     add("zero-shot", eval_zero_shot, "perplexity on other data sets, beside the paper's", evaluations)
     add("tasks", eval_tasks, "tasks of the lm-eval harness", evaluations)
+    add("rule", eval_rule, "exact likelihood of a deterministic order's sampler", evaluations)
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))

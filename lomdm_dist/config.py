@@ -346,6 +346,9 @@ class EvaluateConfig(Section):
 class SamplerConfig(Section):
     """From masks to text.
 
+    rule         random: the reverse process. The others reveal in each step as many positions, those where
+                 the network is surest of a token (confidence), has the largest exponents (exponent; lomdm and
+                 genmd4), or the first (left_to_right)
     grid         uniform: equal steps of time; even: each step reveals the same expected number
     final        whether the last step draws its tokens or takes the most probable ones
     dtype        of the noise; float32 cuts the distribution's tail, and exists to reproduce old tables
@@ -353,11 +356,18 @@ class SamplerConfig(Section):
     temperature  logits are divided by it
     """
 
+    rule: Literal["random", "confidence", "exponent", "left_to_right"] = "random"
     grid: Literal["uniform", "even"] = "uniform"
     final: Literal["draw", "argmax"] = "draw"
     dtype: Literal["float64", "float32"] = "float64"
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     temperature: Annotated[Number, Field(ge=1e-6, lt=1e3)] = 1.0
+
+    @model_validator(mode="after")
+    def _times_are_of_the_random_process(self):
+        if self.rule != "random" and (self.grid, self.dtype) != ("uniform", "float64"):
+            raise ValueError(f"rule {self.rule} has no times to reveal at: leave grid and dtype as they are")
+        return self
 
 
 class ParallelConfig(Section):

@@ -10,7 +10,20 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach no network
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lomdm-tests-")  # and leave the user's cache alone
 
+from tests.distributed.hosts import NO_HOSTS
+from tests.sample.browser import NO_BROWSER
 from tests.tiny import prepare_tiny, tiny_config, train_tiny
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What did not run for want of hosts or of a browser must not be one s among many.
+
+    Here and not beside those tests: pytest-xdist's first process reads no other conftest.
+    """
+    reasons = {str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])}
+    for reason in sorted(reasons):
+        if NO_HOSTS in reason or NO_BROWSER in reason:
+            terminalreporter.write_line(reason, red=True, bold=True)
 
 
 class TrainedRun(NamedTuple):

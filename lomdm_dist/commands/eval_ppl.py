@@ -96,17 +96,24 @@ def _estimate(options, checkpoint, shards, grid) -> dict:
         grid,
         progress="evaluate" if grid is None or grid.first else None,
     )
-    manifest = shards.manifest
     result["convention"] = {
         **describe(options.preset, config, checkpoint.state.data.packing),
+        **data_of(shards),
+        **settings(options, config),
+    }
+    return result
+
+
+def data_of(shards) -> dict:
+    """Which data a number is of."""
+    manifest = shards.manifest
+    return {
         "data": str(shards),
         "packing": manifest.packing,
         "split": manifest.split,
         "source": f"{manifest.recipe}: {manifest.official_split}",
         "identity": manifest.identity,
-        **settings(options, config),
     }
-    return result
 
 
 def settings(options, config) -> dict:

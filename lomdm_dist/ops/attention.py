@@ -21,6 +21,13 @@ class Sight(NamedTuple):
     kernel: str = "sdpa"
 
 
+class Memory(NamedTuple):
+    """In the place of a `Sight`: tokens that follow on others, whose keys and values are kept. Causal."""
+
+    past: Tensor  # [2, B, H, most tokens, d]: keys and values, filled in as they come
+    first: int  # tokens of each sequence that came before these
+
+
 def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel of this machine: the package flash-attn where it is installed and can, else PyTorch's own.
 
@@ -34,8 +41,10 @@ def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> s
     return wanted
 
 
-def attention(qkv: Tensor, sight: Sight) -> Tensor:
+def attention(qkv: Tensor, sight: Sight | Memory) -> Tensor:
     """qkv [N, 3, H, d], heads and their width -> [N, H, d]. Scores are scaled by 1 / sqrt(d)."""
+    if isinstance(sight, Memory):
+        return _remembering(qkv, sight)
     if sight.kernel == "flash_attn":
         return _flash_attn(qkv, sight)
     if sight.starts is None:
@@ -58,6 +67,16 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     if sight.kernel == "plain":
         return _plain(q, k, v, sight.causal)
     return F.scaled_dot_product_attention(q, k, v, is_causal=sight.causal)
+
+
+def _remembering(qkv: Tensor, memory: Memory) -> Tensor:
+    q, *new = qkv.unflatten(0, (memory.past.shape[1], -1)).permute(2, 0, 3, 1, 4)  # each [B, H, n, d]
+    seen = memory.first + q.shape[2]
+    memory.past[:, :, :, memory.first : seen] = torch.stack(new)
+    keys, values = memory.past[:, :, :, :seen]
+    places = torch.arange(seen, device=qkv.device)
+    mask = places <= places[memory.first :, None]  # [n, seen]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2).flatten(0, 1)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -1,7 +1,5 @@
 import pytest
 
-from tests.distributed.hosts import NO_HOSTS
-
 MODEL = ["model.width=32", "model.blocks=2", "model.heads=2", "model.length=16", "model.vocab_size=300"]
 FAST = [
     "train.log_every=1",
@@ -11,13 +9,6 @@ FAST = [
     "optim.warmup_steps=3",
     "optim.learning_rate=1e-3",
 ]
-
-
-def pytest_terminal_summary(terminalreporter):
-    """A test of many hosts that did not run must not be one s among many."""
-    for report in terminalreporter.stats.get("skipped", []):
-        if NO_HOSTS in str(report.longrepr):
-            terminalreporter.write_line(str(report.longrepr[-1]), red=True, bold=True)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lomdm_dist.config import SamplerConfig
 from lomdm_dist.errors import UserError
 from lomdm_dist.model import LoMDM
+from lomdm_dist.model.decode import Decoder
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.sample import sample
@@ -64,14 +65,29 @@ def test_loss_is_the_mean_nll_a_token_and_reaches_every_parameter():
 def test_samples_have_the_exact_distribution(model, dtype):
     count, noise = 20_000, Draws(20_000, 3)
     noise.float32 = lambda counts, width: torch.rand(count, width, generator=noise.generator)
-    z = torch.full((count, 3), 2)
+    z, decoder = torch.full((count, 4), 2), Decoder(model, count, 3)  # the mask token stands first
     with torch.no_grad():
         for position in range(3):
-            z = next_token(model, z, position, noise, (), SamplerConfig(dtype=dtype))
+            features = decoder(z[:, position : position + 1])
+            logits = model.backbone.output(features, decoder.condition)
+            z[:, position + 1] = next_token(logits, position, 3, noise, SamplerConfig(dtype=dtype))
         expected = count * (-model.causal_ce(TEXTS)[0].double().sum(dim=1)).exp()
-    observed = (z[:, None] == TEXTS).all(dim=2).sum(dim=0)
+    observed = (z[:, None, 1:] == TEXTS).all(dim=2).sum(dim=0)
     assert observed.sum() == count
     assert stats.chisquare(observed, expected * count / expected.sum()).pvalue > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [[1] * 9, [4, 1, 1, 3], [9]])
+def test_kept_keys_and_values_change_nothing(parts):
+    """Read in parts, of any size, each position is seen as in one pass over all of the text."""
+    model = randomised(tiny_config(model={"length": 9}, objective={"name": "ar"})).eval()
+    x = torch.randint(5, 11, (3, 8), generator=torch.Generator().manual_seed(0))
+    whole, _ = model.predict_next(x)
+    tokens, decoder, end = torch.cat([torch.full((3, 1), model.mask_id), x], dim=1), Decoder(model, 3, 9), 0
+    for n in parts:
+        features, end = decoder(tokens[:, end : end + n]), end + n
+        assert torch.allclose(features, whole[:, end - 1], atol=1e-5)
 
 
 def test_a_prompt_is_continued_and_a_gap_refused(model):

@@ -7,8 +7,7 @@ import torch
 from scipy import stats
 
 from lomdm_dist.config import SamplerConfig
-from lomdm_dist.sample.ancestral import reverse_step
-from tests.sample.test_ancestral import Draws
+from tests.sample.test_ancestral import Draws, one_step
 from tests.table import CODES, FAMILY, MASK, TEXTS, L, V, table_model
 
 # windows so narrow that nothing happens outside them, and one case more with an eps of their own
@@ -101,7 +100,7 @@ def draw(model, count: int, steps: int, start: int = NOTHING, **settings) -> tor
     settings = SamplerConfig(**settings)
     with torch.no_grad():
         for k in range(steps):
-            z, t = reverse_step(model, z, t, k, steps, noise, (), settings)
+            z, t = one_step(model, z, t, k, steps, noise, settings)
     return z
 
 
@@ -142,7 +141,7 @@ def test_even_steps_reveal_evenly_where_uniform_steps_leave_half_to_the_last():
         z, t, noise = torch.full((4000, L), MASK), torch.ones(4000, dtype=torch.float64), Draws(4000, 5)
         with torch.no_grad():
             for k in range(8):
-                z, t = reverse_step(model, z, t, k, 16, noise, (), SamplerConfig(grid=grid))
+                z, t = one_step(model, z, t, k, 16, noise, SamplerConfig(grid=grid))
         revealed[grid] = (z != MASK).double().mean().item()
     assert revealed["even"] == pytest.approx(0.5, abs=0.02)
     assert revealed["uniform"] == pytest.approx(1 - 0.5**0.1, abs=0.02)
@@ -153,5 +152,5 @@ def test_even_steps_count_what_a_schedule_reveals_before_time_one():
     model, count = table_model(CASES["polynomial"]), 100_000
     z, t = torch.full((count, L), MASK), torch.ones(count, dtype=torch.float64)
     with torch.no_grad():
-        z, _ = reverse_step(model, z, t, 0, 100, Draws(count, 5), (), SamplerConfig(grid="even"))
+        z, _ = one_step(model, z, t, 0, 100, Draws(count, 5), SamplerConfig(grid="even"))
     assert (z != MASK).double().mean().item() == pytest.approx(0.01, abs=6e-4)
