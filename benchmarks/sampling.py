@@ -2,7 +2,7 @@
 
 `every step` is the reverse process as it is written: the whole batch through the network at each step of
 time. `reused` is what `lomdm sample` does: a sequence is looked at again where something was revealed in it.
-The same noise, hence the same texts; rounds in turns.
+The same noise, hence the same texts; rounds in turns. Seconds are the process's own, of one thread.
 
     python benchmarks/sampling.py    # ten minutes; writes benchmarks/results/sampling.md
 """
@@ -59,11 +59,12 @@ def row(model, steps: int) -> list[str]:
     """steps; tokens/s at every step, and reused; their ratio and its ends; calls a sequence; share saved."""
     plain, reused = [], []
     for _ in range(ROUNDS):
-        start = time.perf_counter()
+        start = time.process_time()
         ids = every_step(model, steps)
-        plain.append(time.perf_counter() - start)
+        plain.append(time.process_time() - start)
+        start = time.process_time()
         found = sample(model, SEQUENCES, LENGTH, steps, seed=0)
-        reused.append(found.seconds)
+        reused.append(time.process_time() - start)
         assert torch.equal(ids, found.token_ids)
     tokens = SEQUENCES * LENGTH
     ratios = [a / b for a, b in zip(plain, reused, strict=True)]
@@ -78,6 +79,7 @@ def row(model, steps: int) -> list[str]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     model = random_model()
     every_step(model, 2)  # warms up
     lines = [
@@ -90,7 +92,7 @@ def main() -> None:
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = (
         f"`python benchmarks/sampling.py`, {platform.processor() or platform.machine()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, torch {torch.__version__}, float32. "
+        f"one thread of {os.cpu_count()} cores, seconds of CPU time, torch {torch.__version__}, float32. "
         f"LoMDM of {millions:.1f}M parameters with random weights, V = 4,096; {SEQUENCES} sequences of "
         f"{LENGTH} in one batch, uniform steps of time. Medians of {ROUNDS} rounds in turns; ratio: with its "
         "least and its largest value. Both give the same ids, which is checked."

@@ -201,10 +201,12 @@ def reverse_step(look: Look, masked: Tensor, t: Tensor, k: Tensor, steps: int, n
     """
     settings, reverse, w = look.settings, look.reverse, look.token_exponents
     first, last = (k == 0)[:, None], (k == steps - 1)[:, None]
+    any_first = bool(first.any())
 
     def reveal_prob_until(s: Tensor) -> Tensor:
+        later = reverse.reveal_prob(t, s)
         # the first step is from all masks, where a schedule may only come near
-        return torch.where(first, reverse.log_keep_prob(s).exp(), reverse.reveal_prob(t, s))
+        return torch.where(first, reverse.log_keep_prob(s).exp(), later) if any_first else later
 
     s = next_time(reveal_prob_until, masked, t, k, steps, settings.grid)
     by_token = w is not None
