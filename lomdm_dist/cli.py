@@ -25,8 +25,8 @@ from lomdm_dist.commands import (
     eval_order,
     eval_ppl,
     eval_report,
-    eval_tasks,
     eval_rule,
+    eval_tasks,
     eval_zero_shot,
     launch,
     plan,
@@ -80,9 +80,14 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     """Parse, with overrides anywhere: argparse itself takes them before the options only.
 
     After an option that takes a list, `--steps 8 16 sampler.top_p=0.9`, it would take them for part of that.
+    `--beside` has overrides of its own, and so has the command that `launch` runs.
     """
-    taken = [word for word in arguments if OVERRIDE.match(word)] if arguments[:1] != ["launch"] else []
-    options, more = parser.parse_known_args([word for word in arguments if word not in taken])
+    words, taken, option = [], [], None
+    for word in arguments:
+        option = word if word.startswith("--") else option
+        ours = OVERRIDE.match(word) and option != "--beside" and arguments[0] != "launch"
+        (taken if ours else words).append(word)
+    options, more = parser.parse_known_args(words)
     more = [*more, *taken]
     if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
         parser.error(hide(f"unrecognized arguments: {' '.join(more)}"))

@@ -260,5 +260,9 @@ def test_overrides_stand_anywhere(monkeypatch):
     options = cli._parse(cli._parser(None), [*words, "--rounds", "3", "model.width=8"])
     assert options.rows == ["a", "b"] and options.rounds == 3
     assert options.overrides == ["objective={name: mdlm}", "model.width=8"]
+    beside = ["sample", "--checkpoint", "a", "sampler.top_p=0.9", "--beside", "b", "objective.c2=0"]
+    options = cli._parse(cli._parser(None), [*beside, "--steps", "4", "objective.c2=0.1"])
+    assert options.overrides == ["sampler.top_p=0.9", "objective.c2=0.1"]
+    assert options.beside == [["b", "objective.c2=0"]]
     launched = ["launch", "torchrun", "train.py", "train.run=x"]
     assert cli._parse(cli._parser(None), launched).command == launched[1:]

@@ -180,7 +180,7 @@ def test_a_constant_ce_under_each_preset(preset, exponent=0.375):
 
     def denoise(z, x, masked, *_):
         seen.append(masked[:, 0].any())
-        return Denoised(masked * ce, reverse, torch.zeros(()))
+        return Denoised(masked * ce, reverse, torch.zeros(()), masked * -ce)
 
     model.denoise = denoise
     given = PRESETS[preset].given
