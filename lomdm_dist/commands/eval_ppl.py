@@ -73,29 +73,28 @@ def open_shards(options, checkpoint):
     return shards
 
 
-def _estimate(options, checkpoint, shards, grid) -> dict:
+def bound_of(pieces, model, checkpoint, options, grid, name: str) -> dict:
+    """The bound of the first sequences, or of all; UserError where there are none."""
     import numpy as np
 
-    from lomdm_dist.evaluate.conventions import PRESETS, describe, pieces_of_shards
+    from lomdm_dist.evaluate.conventions import PRESETS
     from lomdm_dist.evaluate.perplexity import estimate_bound
+
+    count = min(len(pieces), options.limit or len(pieces))
+    if not count:
+        raise UserError(f"{name} makes no whole sequence under --preset {options.preset}")
+    given, first = PRESETS[options.preset].given, grid is None or grid.first
+    how = options.draws, options.seed, options.batch, given, grid, name if first else None
+    return estimate_bound(model, pieces, checkpoint.config, np.arange(count), *how)
+
+
+def _estimate(options, checkpoint, shards, grid) -> dict:
+    from lomdm_dist.evaluate.conventions import PRESETS, describe, pieces_of_shards
 
     config, preset = checkpoint.config, PRESETS[options.preset]
     pieces = pieces_of_shards(shards, preset, checkpoint.tokenizer(), options.limit)
-    count = min(len(pieces), options.limit or len(pieces))
-    if not count:
-        raise UserError(f"{options.data} makes no whole sequence under --preset {options.preset}")
-    result = estimate_bound(
-        checkpoint.build_model(options.weights).to(device(grid)),
-        pieces,
-        config,
-        np.arange(count),
-        options.draws,
-        options.seed,
-        options.batch,
-        preset.given,
-        grid,
-        progress="evaluate" if grid is None or grid.first else None,
-    )
+    model = checkpoint.build_model(options.weights).to(device(grid))
+    result = bound_of(pieces, model, checkpoint, options, grid, options.data)
     result["convention"] = {
         **describe(options.preset, config, checkpoint.state.data.packing),
         **data_of(shards),

@@ -3,7 +3,7 @@
 import argparse
 
 from lomdm_dist.commands.common import checkpoint_options, device, processes
-from lomdm_dist.commands.eval_ppl import EVALUATE, bound_options, open_checkpoint, settings
+from lomdm_dist.commands.eval_ppl import EVALUATE, bound_of, bound_options, open_checkpoint, settings
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate.paper import ZERO_SHOT_SETS
 
@@ -61,31 +61,14 @@ def _zero_shot(options) -> None:
 
 
 def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
-    import numpy as np
-
     from lomdm_dist.evaluate.conventions import PRESETS, pieces_of_documents
-    from lomdm_dist.evaluate.perplexity import estimate_bound
     from lomdm_dist.evaluate.zero_shot import encoded_documents
 
-    config, preset, tokenizer = checkpoint.config, PRESETS[options.preset], checkpoint.tokenizer()
+    preset, tokenizer = PRESETS[options.preset], checkpoint.tokenizer()
     documents = list(encoded_documents(name, files, tokenizer))
-    packing, length = checkpoint.state.data.packing, config.model.length
+    packing, length = checkpoint.state.data.packing, checkpoint.config.model.length
     pieces = pieces_of_documents(documents, preset, packing, length, tokenizer)
-    count = min(len(pieces), options.limit or len(pieces))
-    if not count:
-        raise UserError(f"{name}: its {len(documents)} documents make no whole sequence of {length} tokens")
-    result = estimate_bound(
-        model,
-        pieces,
-        config,
-        np.arange(count),
-        options.draws,
-        options.seed,
-        options.batch,
-        preset.given,
-        grid,
-        progress=name if grid is None or grid.first else None,
-    )
+    result = bound_of(pieces, model, checkpoint, options, grid, name)
     return result | {
         "documents": len(documents),
         "dropped_tokens": pieces.dropped_tokens,

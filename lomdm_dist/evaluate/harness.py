@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
@@ -38,13 +39,13 @@ class Scored(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A prompt to continue: its ids, how, and the seed of its noise."""
+    """A prompt to continue: its ids, how, and the key of its noise."""
 
     ids: list[int]
     tokens: int
     until: list[str]
     settings: SamplerConfig
-    seed: int
+    key: int
 
 
 class HarnessModel(LM):
@@ -106,17 +107,16 @@ class HarnessModel(LM):
     def generate_until(self, requests) -> list[str]:
         """(prompt, settings) -> text drawn after the prompt, up to the first `until` or EOS.
 
-        `max_gen_toks` masks follow the prompt, and all are filled, one prompt at a time. Where both exceed
-        the model's length, the left of the prompt is cut, and counted. Without do_sample each token is
-        the most probable one, at a position drawn by the reverse process. UserError where a setting is
-        none of the sampler's.
+        `max_gen_toks` masks follow the prompt, and all are filled. Where both exceed the model's length, the
+        left of the prompt is cut, and counted. Without do_sample each token is the most probable one, at a
+        position drawn by the reverse process. UserError where a setting is none of the sampler's.
         """
         seen, asked = Counter(), []
         for request in requests:
             question = request.task_name, request.doc_id
             asked.append(self._asked(request, seen[question]))
             seen[question] += 1
-        return self._run(asked, self._generate, "generate", batch=1)
+        return self._run(asked, self._generate, "generate")
 
     def convention(self) -> dict:
         """What the numbers need beside them."""
@@ -165,10 +165,10 @@ class HarnessModel(LM):
         self.contexts_cut += cut > 0
         return Asked(ids[cut:], tokens, until, settings, noise_key(self.seed, request, repeat))
 
-    def _run(self, work: list, function: Callable[[list], list], name: str, batch: int | None = None) -> list:
+    def _run(self, work: list, function: Callable[[list], list], name: str) -> list:
         """The answers to `work`, in its order; batches of one length are shared out over the ranks."""
         rank, size = (self.grid.data_rank, self.grid.data_size) if self.grid else (0, 1)
-        mine = list(_batches(work, batch or self.batch))[rank::size]
+        mine = list(_batches(work, self.batch))[rank::size]
         answers = {}
         for numbers in tqdm(mine, desc=name, disable=None if rank == 0 else True):
             answers |= zip(numbers, function([work[i] for i in numbers]), strict=True)
@@ -203,18 +203,26 @@ class HarnessModel(LM):
         return x, torch.arange(x.shape[1], device=self.device) >= given[:, None]
 
     def _generate(self, asked: list[Asked]) -> list[str]:
-        return [self._answer(one) for one in asked]
+        """Answers to prompts of one length; those asked for alike are drawn together."""
+        answers = {}
+        for how in {(one.tokens, one.settings) for one in asked}:
+            alike = [i for i, one in enumerate(asked) if (one.tokens, one.settings) == how]
+            answers |= zip(alike, self._draw([asked[i] for i in alike], *how), strict=True)
+        return [answers[i] for i in range(len(asked))]
 
-    def _answer(self, asked: Asked) -> str:
-        prompt, eos = torch.tensor(asked.ids, dtype=torch.long), self.tokenizer.eos_token_id
-        given = torch.cat([prompt, prompt.new_full((asked.tokens,), self.config.model.mask_id)])
-        steps = self.steps or asked.tokens
-        samples = sample(
-            self.model, 1, len(given), steps, asked.seed, self.never, asked.settings, given, batch=1
-        )
-        ids = samples.token_ids[0, len(prompt) :].tolist()
+    def _draw(self, asked: list[Asked], tokens: int, settings: SamplerConfig) -> list[str]:
+        prompts = torch.tensor([one.ids for one in asked], dtype=torch.long)
+        given = F.pad(prompts, (0, tokens), value=self.config.model.mask_id)
+        keys = torch.tensor([one.key for one in asked])
+        how = given.shape[1], self.steps or tokens, self.seed, self.never, settings, given, len(asked)
+        samples = sample(self.model, keys, *how)
+        drawn = samples.token_ids[:, prompts.shape[1] :].tolist()
+        return [self._text(ids, one.until) for ids, one in zip(drawn, asked, strict=True)]
+
+    def _text(self, ids: list[int], until: list[str]) -> str:
+        eos = self.tokenizer.eos_token_id
         text = self.tokenizer.decode(ids[: ids.index(eos)] if eos in ids else ids)
-        return postprocess_generated_text(text, asked.until, None)
+        return postprocess_generated_text(text, until, None)
 
 
 def _batches(work: list, batch: int) -> Iterator[list[int]]:

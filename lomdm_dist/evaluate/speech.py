@@ -6,9 +6,11 @@ Taggers speak of words, models of tokens: a token has the class of the word that
 import functools
 import re
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.sample.trajectory import pieces
 
 CLASSES = ("noun", "verb", "article", "preposition", "other")
 RULE = "noun NN*; verb VB*, MD; article DT of a, an, the; preposition IN, TO; other all else, and signs"
@@ -116,25 +118,10 @@ def tag_tokens(tokenizer, ids: list[int], tagger: str | None = None) -> list[str
 
 
 def token_spans(tokenizer, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of ids, and where in it each token's part begins and ends.
-
-    The first k tokens have what their own text shares with that of all. So of a letter whose bytes are
-    split over tokens the last one has all, and the others nothing, at its place.
-    """
-    decoder = tokenizer.backend_tokenizer
-    prefixes = decoder.decode_batch([ids[: k + 1] for k in range(len(ids))], skip_special_tokens=False)
-    text, spans, end = prefixes[-1] if prefixes else "", [], 0
-    for prefix in prefixes:
-        start, end = end, max(end, _shared(prefix, text))
-        spans.append((start, end))
-    return text, spans
-
-
-def _shared(prefix: str, text: str) -> int:
-    """The number of letters at the beginning that are the same."""
-    if text.startswith(prefix):
-        return len(prefix)
-    return next(k for k, letter in enumerate(prefix) if text[k : k + 1] != letter)
+    """The text of ids, and where in it each token's part begins and ends."""
+    parts = pieces(tokenizer, ids)
+    ends = [0, *accumulate(map(len, parts))]
+    return "".join(parts), list(pairwise(ends))
 
 
 def tag_words(text: str, tagger: Tagger) -> list[tuple[int, int, str]]:

@@ -60,6 +60,8 @@ def pieces(tokenizer, ids: list[int]) -> list[str]:
 
     A character whose bytes are spread over tokens belongs to the last of them; the others are empty.
     """
+    if not ids:
+        return []
     whole = tokenizer.decode(ids)
     if len(ids) > SHORT:
         for cut in range(len(ids) // 2, len(ids) // 2 + LONGEST_CHARACTER):

@@ -243,8 +243,8 @@ def test_answers_are_the_samplers_cut_at_until_and_at_eos(trained_run, tokenizer
     never = not_text(tokenizer, config.model.vocab_size)
     texts = []
     for repeat in range(2):
-        seed = noise_key(2, request, repeat)
-        ids = sample(model, 1, len(given), 8, seed, never, SamplerConfig(temperature=2.0), given).token_ids
+        key = torch.tensor([noise_key(2, request, repeat)])
+        ids = sample(model, key, len(given), 8, 2, never, SamplerConfig(temperature=2.0), given).token_ids
         texts.append(tokenizer.decode(ids[0, len(prompt) :]).split(tokenizer.eos_token)[0])
     assert adapter.generate_until([request, request]) == texts and texts[0] != texts[1]
     stop = texts[0][2:4]
