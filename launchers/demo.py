@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 DATA, RUN, CONFIG = Path("data/demo"), Path("runs/demo"), "configs/demo.yaml"
 CORPUS, EXPORT, CURVE = Path("data/demo.jsonl"), RUN / "export-hf", RUN / "curve.png"
+PAGE, REPORT = RUN / "trajectory.html", RUN / "report/report.html"
 STEPS = load_config(ROOT / CONFIG).train.steps
 STOP = STEPS // 2  # the run is stopped here once, and resumed
 
@@ -123,6 +124,8 @@ def made(prepared: dict, loaded: dict) -> list[tuple]:
             f"{len(samples['texts'])} texts of {len(samples['token_ids'][0])} tokens",
             "run",
         ),
+        ("page", PAGE, "how these texts came about, step by step", "run"),
+        ("report", REPORT, "the evaluations on one page, the paper's beside", "run"),
         ("export", EXPORT, f"{loaded['parameters']:,} parameters, loads in transformers; {hidden}", "export"),
     ]
 
@@ -149,8 +152,11 @@ def main() -> None:
         draw_curve()
     if new["run"] or not (RUN / "ppl.json").exists():
         run("lomdm", "eval", "ppl", "--checkpoint", RUN, "--data", DATA / "valid", "--json", RUN / "ppl.json")
-    if new["run"] or not (RUN / "samples.json").exists():
-        run("lomdm", "sample", "--checkpoint", RUN, "--num", 4, "--json", RUN / "samples.json")
+    if new["run"] or not (RUN / "samples.json").exists() or not PAGE.exists():
+        run("lomdm", "sample", "--checkpoint", RUN, "--num", 4, "--json", RUN / "samples.json",
+            "--trajectory", PAGE)  # fmt: skip
+    if new["run"] or not REPORT.exists():
+        run("lomdm", "eval", "report", RUN)
     new["export"] = not EXPORT.exists()
     if new["export"]:
         run("lomdm", "convert", "to-hf", RUN, EXPORT, "--json", RUN / "export.json")
