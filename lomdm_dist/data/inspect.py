@@ -111,11 +111,16 @@ def _count(shards: ShardSet, number: int) -> tuple[int, int] | BadShard:
     documents = tokens = 0
     try:
         for rows in _rows(shards, number):
-            documents += int((rows == shards.tokenizer.eos_id).sum())
+            documents += int((_inside(shards, rows) == shards.tokenizer.eos_id).sum())
             tokens += rows.size if shards.pad_id is None else int((rows != shards.pad_id).sum())
     except BadShard as error:
         return error
     return documents, tokens
+
+
+def _inside(shards: ShardSet, rows: np.ndarray) -> np.ndarray:
+    """Rows without the BOS and EOS that `wrapped` packing puts around each, which end no document."""
+    return rows[:, 1:-1] if shards.manifest.packing == "wrapped" else rows
 
 
 def _wrong_counts(shards: ShardSet, documents: int, tokens: int) -> list[str]:
@@ -209,9 +214,10 @@ def _contents(folder: Path, sequences: int) -> Contents:
     contents, facts = Contents(str(folder), shards.manifest), shards.tokenizer
     tokenizer = open_tokenizer(shards.tokenizer_folder(), facts)
     first = shards.rows(np.arange(min(sequences, len(shards))))
-    contents.shown = [_shown(tokenizer, row, facts.eos_id, shards.pad_id) for row in first]
+    contents.shown = [_shown(tokenizer, row, facts.eos_id, shards.pad_id) for row in _inside(shards, first)]
     open_tokens = 0  # of the document that goes on in the next rows
     for rows in _all_rows(shards, "inspect"):
+        rows = _inside(shards, rows)
         stream = rows.reshape(-1) if shards.pad_id is None else rows[rows != shards.pad_id]
         ends = np.flatnonzero(stream == facts.eos_id)
         lengths = np.diff(ends, prepend=-1 - open_tokens) - 1

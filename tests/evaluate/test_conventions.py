@@ -11,6 +11,7 @@ import torch
 
 from lomdm_dist.cli import main
 from lomdm_dist.config import load_config
+from lomdm_dist.data.inspect import inspect
 from lomdm_dist.data.recipes import detokenise_wikitext, plain_quotes
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.conventions import PRESETS, pieces_of_documents, pieces_of_shards
@@ -151,7 +152,11 @@ def test_shards_cut_anew_hold_the_same_text(run, tmp_path, packing):
         assert (pieces.rows[:, 0] == tokenizer.eos_token_id).all()
         assert (text == tokenizer.eos_token_id).sum() == 2 * len(pieces)
         return
-    wrapped = ShardSet(prepare_tiny(tmp_path / "wrapped", packing="wrapped") / "valid")
+    again = [prepare_tiny(tmp_path / "wrapped", packing="wrapped") for _ in range(2)]  # reused, verified
+    counts = [sum(split.lengths) for split in inspect(again[1])]
+    manifests = [split.manifest for split in inspect(again[1])]
+    assert counts == [m.documents - m.dropped_documents for m in manifests]
+    wrapped = ShardSet(again[0] / "valid")
     made = wrapped.rows(np.arange(len(wrapped)))
     assert len(pieces) in (len(made), len(made) - 1)  # the end that packing dropped may hold one more
     assert (pieces.rows == made[: len(pieces)]).all()
