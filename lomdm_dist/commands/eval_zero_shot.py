@@ -70,6 +70,7 @@ def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
     pieces = pieces_of_documents(documents, preset, packing, length, tokenizer)
     result = bound_of(pieces, model, checkpoint, options, grid, name)
     return result | {
+        "sequences_in_all": len(pieces),
         "documents": len(documents),
         "dropped_tokens": pieces.dropped_tokens,
         "files": files or "hub",
@@ -79,6 +80,7 @@ def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
 def _say_set(name: str, result: dict) -> str:
     return (
         f"{name}: {result['nll_per_token']:.4f} +- {result['standard_error']:.4f} nats a token, "
-        f"ppl {result['ppl']:.2f}; {result['tokens']:,} tokens, {result['sequences']:,} sequences of "
-        f"{result['documents']:,} documents, {result['dropped_tokens']:,} tokens dropped at the end"
+        f"ppl {result['ppl']:.2f}; {result['tokens']:,} tokens, {result['sequences']:,} of "
+        f"{result['sequences_in_all']:,} sequences; the set has {result['documents']:,} documents, its last "
+        f"{result['dropped_tokens']:,} tokens fill no sequence"
     )

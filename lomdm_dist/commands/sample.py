@@ -145,6 +145,8 @@ def _draw(model: _Model, length: int, given, options):
 
 def _result(model: _Model, samples) -> dict:
     return {
+        "checkpoint": str(model.checkpoint.folder),
+        "objective": model.config.objective.model_dump(mode="json"),
         "token_ids": samples.token_ids.tolist(),
         "texts": model.tokenizer.batch_decode(samples.token_ids),
         "steps": samples.steps,
@@ -160,7 +162,8 @@ def _say(config, samples, texts: list[str]) -> None:
     for i, text in enumerate(texts):
         print(f"--- sample {i}\n{text}")
     print(
-        f"--- {len(texts)} samples of {config.objective.name}, {samples.token_ids.shape[1]} tokens, "
+        f"--- {len(texts)} sample{'s' * (len(texts) > 1)} of {config.objective.name}, "
+        f"{samples.token_ids.shape[1]} tokens, "
         f"{samples.steps} steps{' (one a token)' if config.objective.name == 'ar' else ''}, "
         f"entropy {samples.entropy():.3f} nats{_settings(config)}\n"
         f"--- {samples.network_calls:.1f} network calls a sequence ({samples.saved_calls:.0%} of the steps "

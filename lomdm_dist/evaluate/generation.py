@@ -53,8 +53,9 @@ def open_judge(name: str, device: torch.device | str = "cpu") -> Judge:
         )
     except Exception as error:  # the library raises many kinds; each means: no judge
         raise UserError(
-            f"cannot load judge {name}: {first_line(error)}; give a folder with a causal language model of "
-            "transformers and its tokenizer, or a hub name where there is network"
+            f"cannot load judge {name}: {first_line(error).rstrip('.')}; give a folder with a causal "
+            "language model of transformers and its tokenizer, or a hub name where there is network (and "
+            "HF_HUB_OFFLINE is not set)"
         ) from None
     if loading["missing_keys"]:
         some = ", ".join(sorted(loading["missing_keys"])[:3])

@@ -107,8 +107,8 @@ def _about(config: Config, metrics: list[dict]) -> Iterator[str]:
     chosen = config.objective.model_dump(exclude={"name"}, exclude_defaults=True)
     kind = " ".join([config.objective.name, *(f"{key}={value}" for key, value in chosen.items())])
     model = config.model
-    yield f"{kind}; {model.width} wide, {model.blocks} blocks, {model.heads} heads, length {model.length}, "
-    yield f"vocabulary {model.vocab_size:,}; {last.get('step', 0):,} of {config.train.steps:,} steps, "
+    yield f"{kind}; {model.width} wide, {model.blocks} blocks, {model.heads} heads, length {model.length},"
+    yield f"vocabulary {model.vocab_size:,}; {last.get('step', 0):,} of {config.train.steps:,} steps,"
     yield f"{last.get('tokens', 0):,} tokens."
 
 
@@ -151,6 +151,8 @@ def zero_shot_table(results: list[dict]) -> Iterator[str]:
     for result in results:
         model, preset = result["config"]["model"], result["convention"]["preset"]
         title = f"this {result['convention']['objective']['name']}, preset {preset}"
+        some = [found["sequences"] < found["sequences_in_all"] for found in result["sets"].values()]
+        title += ", the beginning of some sets" * any(some)
         rows.append([title, *(_number(result["sets"].get(name, {}).get("ppl"), 2) for name in names)])
         unlike[f"vocabulary {model['vocab_size']:,}, length {model['length']}"] = None
     rows += [[f"{model} (paper)", *(_number(v, 2) for v in row)] for model, row in paper.ZERO_SHOT.items()]
@@ -171,7 +173,7 @@ def _generative(results: list[dict]) -> Iterator[str]:
             rows[-1].append(_number(row["network_calls"], 1))
         names = ("", "steps", "gen ppl", "entropy", "distinct 1 2 3", "network calls")
         yield from (
-            f"Judge {result['convention'].get('judge')}, {result['file']}.",
+            f"Judge {Path(str(result['convention']['judge'])).name}, {result['file']}.",
             "",
             *_table(names, rows),
             "",
@@ -301,15 +303,24 @@ def _figures(metrics: list[dict]) -> Iterator[tuple[str, str, list]]:
     curves += [("validation", valid, {"color": "tab:orange", "marker": "o", "markersize": 3})]
     if any(rows for _, rows, _ in curves):
         yield "curve.png", "The bound, nats a token.", [c for c in curves if c[1]]
-    spread = [(key, _smooth(curve(key)), {}) for key in ("exponent_std", "velocity")]
-    if any(value for _, rows, _ in spread for _, value in rows):
-        yield "spread.png", "Spread of the learned order in a text, and what predicting it costs.", spread
-    pairs = [(key.removeprefix("order_"), curve(key), {"marker": "o", "markersize": 3}) for key in ORDER_KEYS]
+    for key, caption in (
+        ("exponent_std", "Spread of the learned order in a text: standard deviation of its exponents."),
+        ("velocity", "What predicting the order costs of the bound, nats a token (velocity term)."),
+    ):
+        rows = _smooth(curve(key))
+        if any(value for _, value in rows):
+            yield f"{key}.png", caption, [(key, rows, {"color": "tab:blue"})]
+    dots = {"marker": "o", "markersize": 3}
+    pairs = [(name, curve(f"order_{name.replace(', ', '_')}"), dots) for name in PAIRS]
     if any(rows for _, rows, _ in pairs):
-        yield "correlations.png", "How A, hatA and the confidence correlate.", [c for c in pairs if c[1]]
+        yield "correlations.png", CORRELATIONS, [c for c in pairs if c[1]]
 
 
-ORDER_KEYS = ("order_A_hatA", "order_A_confidence", "order_hatA_confidence")
+CORRELATIONS = (
+    "Correlations of A, hatA and the confidence within a text, mean over the first validation sequences. "
+    "As long as the spread of the order is nearly nothing they are of nearly nothing."
+)
+PAIRS = ("A, hatA", "A, confidence", "hatA, confidence")
 
 
 def _smooth(rows: list[tuple[int, float]]) -> list[tuple[int, float]]:
