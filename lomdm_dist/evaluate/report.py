@@ -7,7 +7,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from lomdm_dist.config import Config, load_config
@@ -33,28 +33,32 @@ def report(run: Path, out: Path) -> list[str]:
 
     Raises UserError where `run` is no run, and without matplotlib and markdown-it-py.
     """
-    config, metrics, results = _open(run)
+    config, metrics, results, unread = _open(run)
     out.mkdir(parents=True, exist_ok=True)
     pictures = draw_curves(metrics, out)
     missing = [name for name in EVALUATIONS if name not in results and not _senseless(name, config)]
-    lines = _lines(run, config, metrics, results, pictures, missing)
+    lines = _lines(run, config, metrics, results, unread, pictures, missing)
     text = "\n".join(lines) + "\n"
     write_atomically(out / "report.md", text)
     write_atomically(out / "report.html", _page(text, run.name, out))
     return missing
 
 
-def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]]]:
-    """The config, the logged steps and the results of evaluations by name. UserError."""
+def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]], list[str]]:
+    """The config, the logged steps, the results of evaluations by name, and files not understood. UserError."""
     if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
         raise UserError(f"{run} is no run: it has no config.yaml and metrics.jsonl")
     metrics = [row for line in (run / "metrics.jsonl").open() if (row := _parse(line)) is not None]
-    results: dict[str, list[dict]] = {}
+    results, unread = {}, []
     for path in sorted([*run.glob("*.json"), *(run / "eval").glob("*.json")]):
         result = _parse(path.read_text(errors="replace"))
         if result is not None and (name := _made_by(result)):
-            results.setdefault(name, []).append(result | {"file": path.name})
-    return load_config(run / "config.yaml"), metrics, results
+            result["file"] = path.name
+            if _is_read_by(SECTIONS[name][1], result):
+                results.setdefault(name, []).append(result)
+            else:
+                unread.append(path.name)
+    return load_config(run / "config.yaml"), metrics, results, unread
 
 
 def _parse(text: str) -> dict | None:
@@ -79,7 +83,7 @@ def _senseless(name: str, config: Config) -> bool:
     return config.objective.name == "ar" and name in ("rule", "order")
 
 
-def _lines(run: Path, config: Config, metrics, results, pictures, missing) -> Iterator[str]:
+def _lines(run: Path, config: Config, metrics, results, unread, pictures, missing) -> Iterator[str]:
     """The report in Markdown."""
     yield from (f"# {run.name}", "", *_about(config, metrics), "")
     yield "## Learning"
@@ -88,6 +92,9 @@ def _lines(run: Path, config: Config, metrics, results, pictures, missing) -> It
     for name, (title, section) in SECTIONS.items():
         if name in results:
             yield from ("", f"## {title}", "", *section(results[name]))
+    if unread:
+        yield from ("", "## Not read", "", "Results that this version did not write, or not whole:", "")
+        yield from (f"- {name}" for name in unread)
     if missing:
         yield from ("", "## Not run", "", "This report has what these commands make, once they were run:", "")
         valid = config.data.valid
@@ -99,6 +106,15 @@ def _lines(run: Path, config: Config, metrics, results, pictures, missing) -> It
         "",
         '"paper" marks the numbers of the LoMDM paper; docs/evaluation.md says under which convention.',
     )
+
+
+def _is_read_by(section: Callable, result: dict) -> bool:
+    """Whether a result has what its section shows: another version's, or an edited one, may not."""
+    try:
+        list(section([result]))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def _about(config: Config, metrics: list[dict]) -> Iterator[str]:

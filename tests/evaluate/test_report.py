@@ -49,6 +49,9 @@ def test_a_report_says_what_was_run_and_what_was_not(run, trained_run, capsys, m
     main(["sample", "--checkpoint", str(run), "--num", "2", "--steps", "4", "--json", str(samples)])
     (run / "eval" / "of something else.json").write_text('{"command": ["x", "eval"]}')
     (run / "eval" / "broken.json").write_text('{"command": ')
+    (run / "eval" / "older.json").write_text(
+        '{"command": ["lomdm", "eval", "zero-shot"], "sets": {"ptb": 3}}'
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
             '{"step": 9, "valid_nll_per_token": 5.25, "order_A_hatA": 0.5, "order_A_confidence": null}\n{"st'
@@ -59,6 +62,7 @@ def test_a_report_says_what_was_run_and_what_was_not(run, trained_run, capsys, m
     assert found["found"] == ["ppl", "sample"]
 
     text = (run / "report" / "report.md").read_text()
+    assert "## Not read" in text and "- older.json" in text
     row = f"| mdlm | valid | {ppl['nll_per_token']:.4f} ± {ppl['standard_error']:.4f} | {ppl['ppl']:.2f} |"
     assert row in text and "| LoMDM | 25.4 | 27.2 | 20.4 |" in text
     assert f"lomdm eval gen-ppl --checkpoint {run} --judge gpt2-large --paper" in text
