@@ -84,9 +84,10 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     """
     words, taken, option = [], [], None
     for word in arguments:
-        option = word if word.startswith("--") else option
         ours = OVERRIDE.match(word) and option != "--beside" and arguments[0] != "launch"
+        ours = ours and words[-1:] != ["--prompt"]  # a text, whatever it says
         (taken if ours else words).append(word)
+        option = word.partition("=")[0] if word.startswith("--") else option
     options, more = parser.parse_known_args(words)
     more = [*more, *taken]
     if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):
@@ -133,7 +134,8 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command, about: str, among=commands) -> None:
-        command.add_options(among.add_parser(name, parents=[common], help=about))
+        # no shortened options: what `--besid` means must not depend on who reads it
+        command.add_options(among.add_parser(name, parents=[common], help=about, allow_abbrev=False))
 
     def group(name: str, about: str, of: str):
         return commands.add_parser(name, help=about).add_subparsers(required=True, metavar=of)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -18,11 +19,22 @@ def sha256(path: Path) -> str:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old or the new content, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_figure(figure, path: Path, **options) -> None:
+    """A figure of matplotlib, whole or not at all; the name's ending says in which form."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix("."), **options)
+    write_atomically(path, drawn.getvalue())
 
 
 def first_link(folder: Path) -> Path | None:

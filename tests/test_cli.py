@@ -264,5 +264,9 @@ def test_overrides_stand_anywhere(monkeypatch):
     options = cli._parse(cli._parser(None), [*beside, "--steps", "4", "objective.c2=0.1"])
     assert options.overrides == ["sampler.top_p=0.9", "objective.c2=0.1"]
     assert options.beside == [["b", "objective.c2=0"]]
+    with pytest.raises(SystemExit):
+        cli._parse(cli._parser(None), [*beside[:-3], "--besid", "b", "objective.c2=0"])
+    options = cli._parse(cli._parser(None), [*beside[:3], "--prompt", "data.x=1 hello", "sampler.top_p=0.9"])
+    assert options.prompt == ["data.x=1 hello"] and options.overrides == ["sampler.top_p=0.9"]
     launched = ["launch", "torchrun", "train.py", "train.run=x"]
     assert cli._parse(cli._parser(None), launched).command == launched[1:]

@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "files",
         "machine",
     },
-    "sample": {"sample", "process", "model", "config", "errors"},
+    "sample": {"sample", "process", "model", "config", "errors", "files"},
     "launch": {"launch", "data", "config", "errors", "files", "machine"},
     "convert": {"convert", "model", "parallel", "process", "train", "data", "config", "errors", "files"},
 }

@@ -73,16 +73,19 @@ def open_shards(options, checkpoint):
     return shards
 
 
+def check_some(pieces, options, name: str) -> None:
+    if not len(pieces):
+        raise UserError(f"{name} makes no whole sequence under --preset {options.preset}")
+
+
 def bound_of(pieces, model, checkpoint, options, grid, name: str) -> dict:
-    """The bound of the first sequences, or of all; UserError where there are none."""
+    """The bound of the first sequences, or of all."""
     import numpy as np
 
     from lomdm_dist.evaluate.conventions import PRESETS
     from lomdm_dist.evaluate.perplexity import estimate_bound
 
     count = min(len(pieces), options.limit or len(pieces))
-    if not count:
-        raise UserError(f"{name} makes no whole sequence under --preset {options.preset}")
     given, first = PRESETS[options.preset].given, grid is None or grid.first
     how = options.draws, options.seed, options.batch, given, grid, name if first else None
     return estimate_bound(model, pieces, checkpoint.config, np.arange(count), *how)
@@ -93,6 +96,7 @@ def _estimate(options, checkpoint, shards, grid) -> dict:
 
     config, preset = checkpoint.config, PRESETS[options.preset]
     pieces = pieces_of_shards(shards, preset, checkpoint.tokenizer(), options.limit)
+    check_some(pieces, options, options.data)
     model = checkpoint.build_model(options.weights).to(device(grid))
     result = bound_of(pieces, model, checkpoint, options, grid, options.data)
     result["convention"] = {

@@ -3,7 +3,14 @@
 import argparse
 
 from lomdm_dist.commands.common import checkpoint_options, device, processes
-from lomdm_dist.commands.eval_ppl import EVALUATE, bound_of, bound_options, open_checkpoint, settings
+from lomdm_dist.commands.eval_ppl import (
+    EVALUATE,
+    bound_of,
+    bound_options,
+    check_some,
+    open_checkpoint,
+    settings,
+)
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate.paper import ZERO_SHOT_SETS
 
@@ -42,9 +49,9 @@ def _zero_shot(options) -> None:
         if not files or (missing and options.sets):
             raise UserError(f"no files of {', '.join(missing)} in {' '.join(options.input)}")
         model, first = checkpoint.build_model(options.weights).to(device(grid)), grid is None or grid.first
-        found = {}
-        for name in files:
-            found[name] = _estimate(name, files[name], options, checkpoint, model, grid)
+        found, texts = {}, {name: _read(name, files[name], options, checkpoint) for name in files}
+        for name, (pieces, about) in texts.items():
+            found[name] = bound_of(pieces, model, checkpoint, options, grid, name) | about
             if first:
                 print(_say_set(name, found[name]), flush=True)
         if first:
@@ -60,7 +67,8 @@ def _zero_shot(options) -> None:
             machine.write_result(options.json, result, config)
 
 
-def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
+def _read(name: str, files, options, checkpoint) -> tuple:
+    """The sequences of a set, and what there is to say of them. UserError."""
     from lomdm_dist.evaluate.conventions import PRESETS, pieces_of_documents
     from lomdm_dist.evaluate.zero_shot import encoded_documents
 
@@ -68,8 +76,8 @@ def _estimate(name: str, files, options, checkpoint, model, grid) -> dict:
     documents = list(encoded_documents(name, files, tokenizer))
     packing, length = checkpoint.state.data.packing, checkpoint.config.model.length
     pieces = pieces_of_documents(documents, preset, packing, length, tokenizer)
-    result = bound_of(pieces, model, checkpoint, options, grid, name)
-    return result | {
+    check_some(pieces, options, name)
+    return pieces, {
         "sequences_in_all": len(pieces),
         "documents": len(documents),
         "dropped_tokens": pieces.dropped_tokens,

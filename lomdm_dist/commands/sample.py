@@ -59,6 +59,10 @@ class _Model(NamedTuple):
 
 def _sample(options) -> None:
     from lomdm_dist import machine
+    from lomdm_dist.parallel.grid import world_size
+
+    if world_size() > 1:
+        raise UserError("`lomdm sample` draws in one process: start it without a launcher")
 
     positive(options, "num", "length", "steps", "batch")
     _check_views(options)

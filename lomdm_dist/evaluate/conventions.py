@@ -14,6 +14,7 @@ from lomdm_dist.config import Config
 from lomdm_dist.data.pack import cut, pad, wrap
 from lomdm_dist.data.shards import ShardSet, token_dtype, unpack
 from lomdm_dist.data.tokenizer import bos_id
+from lomdm_dist.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Pieces:
 
 def pieces_of_shards(shards: ShardSet, preset: Preset, tokenizer, limit: int | None) -> ShardSet | Pieces:
     """The sequences of prepared data under a preset, whose documents end in EOS: cut anew where it wraps."""
-    wanted = shards.length - 2
     if not preset.wrapped or shards.manifest.packing == "wrapped":
         return shards
+    _check_room(shards.length)
     if shards.manifest.packing == "packed":
-        needed = len(shards) if limit is None else min(len(shards), -(-limit * wanted // shards.length))
+        rows = len(shards) if limit is None else -(-limit * (shards.length - 2) // shards.length)
+        needed = min(len(shards), rows)
         return wrap_stream(shards.rows(np.arange(needed)).ravel(), shards.length, tokenizer)
     tokens = shards.rows(np.arange(len(shards))).ravel()
     tokens = tokens[tokens != shards.pad_id]
@@ -78,7 +80,7 @@ def pieces_of_shards(shards: ShardSet, preset: Preset, tokenizer, limit: int | N
 
 
 def pieces_of_documents(
-    documents: list[list[int]], preset: Preset, packing: str, length: int, tokenizer
+    documents: list[np.ndarray], preset: Preset, packing: str, length: int, tokenizer
 ) -> Pieces:
     """Documents of a data set that the model has not seen, encoded, without EOS, under a preset.
 
@@ -86,8 +88,10 @@ def pieces_of_documents(
     """
     eos = [tokenizer.eos_token_id] if preset.zero_shot_eos or packing == "padded" else []
     dtype = token_dtype(len(tokenizer))
-    documents = [np.array([*document, *eos], dtype) for document in documents]
+    documents = [np.concatenate([document, np.array(eos)]).astype(dtype) for document in documents]
     stream = np.concatenate([np.empty(0, dtype), *documents])
+    if preset.wrapped:
+        _check_room(length)
     if packing == "padded":
         pad_id = tokenizer.pad_token_id
         if preset.wrapped:
@@ -100,6 +104,13 @@ def pieces_of_documents(
     return Pieces(rows, None, len(stream) - rows.size)
 
 
+def _check_room(length: int) -> None:
+    if length < 3:
+        raise UserError(
+            f"BOS and EOS around each piece leave no room in {length} tokens: use another --preset"
+        )
+
+
 def wrap_stream(stream: np.ndarray, length: int, tokenizer) -> Pieces:
     """A row of tokens cut every L - 2, BOS before and EOS after each piece."""
     rows = cut(stream, length - 2)
@@ -108,7 +119,7 @@ def wrap_stream(stream: np.ndarray, length: int, tokenizer) -> Pieces:
 
 def wrap_documents(documents: list[np.ndarray], length: int, pad_id: int, tokenizer) -> Pieces:
     """A piece each of documents that end in EOS: BOS, its first L - 2 tokens, EOS, padding."""
-    rows, dropped = np.full((len(documents), length), pad_id, documents[0].dtype), 0
+    rows, dropped = np.full((len(documents), length), pad_id, token_dtype(len(tokenizer))), 0
     for row, document in zip(rows, documents, strict=True):
         kept = document[:-1][: length - 2]
         row[: len(kept) + 2] = [bos_id(tokenizer), *kept, tokenizer.eos_token_id]

@@ -7,6 +7,7 @@ beside the number.
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ def open_judge(name: str, device: torch.device | str = "cpu") -> Judge:
     """Load from a folder, or by its name on the hub; no code that it brings is run. UserError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+        raise UserError(f"no judge in {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model, loading = AutoModelForCausalLM.from_pretrained(

@@ -22,7 +22,7 @@ from lomdm_dist.process import PowerSchedule
 PAIRS = ("A_hatA", "A_confidence", "hatA_confidence")
 TIMES = {"all": (0.0, 1.0), "early": (2 / 3, 1.0), "middle": (1 / 3, 2 / 3), "late": (0.0, 1 / 3)}
 FEWEST = 3  # masked positions, for a correlation over them
-SAME = 1e-6  # relative: values that differ by less are one, and float32's rounding, as where all is masked
+SAME = 1e-5  # relative: values that differ by less are one, and float32's rounding, as where all is masked
 BINS = 10  # of token frequency
 EXTREMES, LEAST = 10, 10  # tokens shown at either end; occurrences that a token shown has at least
 

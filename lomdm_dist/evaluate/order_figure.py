@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable
+from lomdm_dist.files import check_writable, write_figure
 
 KINDS = (".png", ".pdf", ".svg")
 NAMES = {"A_hatA": "A, hatA", "A_confidence": "A, confidence", "hatA_confidence": "hatA, confidence"}
@@ -34,7 +34,7 @@ def draw(result: dict, path: Path) -> None:
         axes = figure.add_subplot(1, len(panels), number + 1)
         axes.spines[["top", "right"]].set_visible(False)
         panel(axes, result)
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def _correlations(axes, result: dict) -> None:

@@ -7,13 +7,15 @@ import base64
 import html
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate import paper
-from lomdm_dist.files import write_atomically
+from lomdm_dist.files import write_atomically, write_figure
 
 EVALUATIONS = {  # what a report has, and what makes it: the command for a run, and the file
     "ppl": ("lomdm eval ppl --checkpoint {run} --data {valid} --draws 8", "ppl"),
@@ -33,6 +35,7 @@ def report(run: Path, out: Path) -> list[str]:
 
     Raises UserError where `run` is no run, and without matplotlib and markdown-it-py.
     """
+    run = run.resolve()
     config, metrics, results, unread = _open(run)
     out.mkdir(parents=True, exist_ok=True)
     pictures = draw_curves(metrics, out)
@@ -45,10 +48,11 @@ def report(run: Path, out: Path) -> list[str]:
 
 
 def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]], list[str]]:
-    """The config, the logged steps, the results of evaluations by name, and files not understood. UserError."""
+    """The config, the logged steps, results of evaluations by name, and files not understood. UserError."""
     if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
         raise UserError(f"{run} is no run: it has no config.yaml and metrics.jsonl")
-    metrics = [row for line in (run / "metrics.jsonl").open() if (row := _parse(line)) is not None]
+    with (run / "metrics.jsonl").open(errors="replace") as lines:
+        metrics = [row for line in lines if (row := _numbers(_parse(line))).get("step") is not None]
     results, unread = {}, []
     for path in sorted([*run.glob("*.json"), *(run / "eval").glob("*.json")]):
         result = _parse(path.read_text(errors="replace"))
@@ -65,18 +69,25 @@ def _parse(text: str) -> dict | None:
     """None where it is not whole: the last line of a run that is going on."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
+def _numbers(row: dict | None) -> dict:
+    """What a logged step has of numbers."""
+    return {key: value for key, value in (row or {}).items() if type(value) in (int, float)}
+
+
 def _made_by(result: dict) -> str | None:
     """The evaluation that a file is the result of: its command says so."""
-    words = [str(word) for word in result.get("command") or []]
-    name = (
-        words[words.index("eval") + 1] if "eval" in words[1:-1] else "sample" if "sample" in words else None
-    )
-    return name if name in EVALUATIONS else None
+    words = result.get("command")
+    words = [word for word in words[1:] if isinstance(word, str)] if isinstance(words, list) else []
+    for word, following in pairwise([*words, ""]):
+        if word in ("eval", "sample"):
+            name = following if word == "eval" else word
+            return name if name in EVALUATIONS else None
+    return None
 
 
 def _senseless(name: str, config: Config) -> bool:
@@ -101,7 +112,8 @@ def _lines(run: Path, config: Config, metrics, results, unread, pictures, missin
         commands = (
             f"{EVALUATIONS[name][0]} --json {{run}}/eval/{EVALUATIONS[name][1]}.json" for name in missing
         )
-        yield from ("```", *(command.format(run=run, valid=valid) for command in commands), "```")
+        places = {"run": shlex.quote(str(run)), "valid": shlex.quote(valid)}
+        yield from ("```", *(command.format(**places) for command in commands), "```")
     yield from (
         "",
         '"paper" marks the numbers of the LoMDM paper; docs/evaluation.md says under which convention.',
@@ -304,7 +316,7 @@ def draw_curves(metrics: list[dict], out: Path) -> list[tuple[str, str]]:
         axes.set(xlabel="step")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
-        figure.savefig(out / name, dpi=120)
+        write_figure(figure, out / name, dpi=120)
         pyplot.close(figure)
         found.append((name, caption))
     return found

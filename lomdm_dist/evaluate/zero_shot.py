@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from lomdm_dist.data.documents import Meter, clean_unicode
 from lomdm_dist.data.recipes import RECIPES, files_by_split, read
+from lomdm_dist.data.shards import token_dtype
 from lomdm_dist.data.tokenizer import encode
 from lomdm_dist.errors import UserError
 
@@ -50,9 +53,10 @@ def find_files(names: list[str], inputs: list[str]) -> dict[str, list[str] | Non
     return found
 
 
-def encoded_documents(name: str, files: list[str] | None, tokenizer) -> Iterator[list[int]]:
+def encoded_documents(name: str, files: list[str] | None, tokenizer) -> Iterator[np.ndarray]:
     """Token ids of each document of a set, cleaned as its recipe says, without EOS. UserError."""
     texts = (clean_unicode(text) for text in read(name, SPLITS[name], files, Meter()))
+    dtype = token_dtype(len(tokenizer))
     kept = (text for text in texts if text and not text.isspace())
     while some := list(islice(kept, DOCUMENTS_AT_ONCE)):
-        yield from encode(tokenizer, some)
+        yield from (np.array(ids, dtype) for ids in encode(tokenizer, some))

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import write_figure
 
 COLUMNS, ROW, LETTER = 60, 0.25, 0.086  # letters a line; inches, of a 10-point monospaced font
 INK, SOFT, LINE = "#1d1f23", "#5c6068", "#e2dfd8"
@@ -46,7 +47,7 @@ def draw(models: list[dict], title: str, path: Path) -> None:
     axes[1, 0].set_subplotspec(axes[1, 0].get_gridspec()[1, :])
     _draw_curves(axes[1, 0], models)
     _draw_legend(figure, axes[0])
-    figure.savefig(path, dpi=130)
+    write_figure(figure, path, dpi=130)
     pyplot.close(figure)
 
 

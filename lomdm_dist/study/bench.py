@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable
+from lomdm_dist.files import check_writable, write_figure
 from lomdm_dist.model import LoMDM, backbone
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
@@ -317,4 +317,4 @@ def draw(result: dict, path: Path) -> None:
     right.barh(names, [row["peak_activation_bytes"] / 2**30 for row in rows], color="tab:orange")
     right.set_xlabel("kept for the backward pass, GiB")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    write_figure(figure, path, dpi=150)

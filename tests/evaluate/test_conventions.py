@@ -14,6 +14,7 @@ from lomdm_dist.config import load_config
 from lomdm_dist.data.inspect import inspect
 from lomdm_dist.data.recipes import detokenise_wikitext, plain_quotes
 from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate.conventions import PRESETS, pieces_of_documents, pieces_of_shards
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model import LoMDM
@@ -246,3 +247,24 @@ def test_files_that_are_not_there(run, texts, tmp_path, capsys):
             main(["eval", "zero-shot", "--checkpoint", str(run), *options])
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_nothing_is_evaluated_before_all_was_read(run, texts, tmp_path, capsys):
+    """A later set that cannot be read, or has no text, ends it before the first takes its time."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "wiki.valid.raw").write_text(WIKITEXT)
+    for content, message in (("{bad", "line 1 is not JSON"), ("", "lambada makes no whole sequence")):
+        (folder / "lambada_test.jsonl").write_text(content)
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", "zero-shot", "--checkpoint", str(run), "--input", str(folder)])
+        said = capsys.readouterr()
+        assert stopped.value.code == 2 and message in said.err and "wikitext" not in said.out
+
+
+def test_pieces_too_short_for_bos_and_eos(run):
+    tokenizer = Checkpoint(run).tokenizer()
+    with pytest.raises(UserError, match="leave no room in 2 tokens"):
+        pieces_of_documents([[5, 6]], PRESETS["mdlm"], "packed", 2, tokenizer)
+    for packing in ("packed", "padded"):
+        assert len(pieces_of_documents([], PRESETS["mdlm"], packing, 4, tokenizer)) == 0

@@ -263,7 +263,7 @@ def make(kind: str, folder: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("absent", "cannot load judge"),
+        ("absent", "there is no such folder"),
         ("another task", "Unrecognized configuration class"),
         ("no tokenizer", "has no tokenizer: save its tokenizer beside it"),
         ("another's tokenizer", "has 280 tokens, its tokenizer ids up to 289"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -88,3 +89,36 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["eval", "report", str(tmp_path)])
     assert stopped.value.code == 2 and "is no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"command": 5}',
+        '{"command": ["x", "eval", "ppl"]}',
+        '{"command": ["x", "eval", "order"], "correlations": 3}',
+        '{"command": ["x", "sample"], "token_ids": []}',
+        '{"command": ["x", "eval", "ppl"], "convention": {"preset": 1}, "nll_per_token": "3"}',
+        "[" * 100_000,
+        "\x00\xff",
+    ],
+)
+def test_no_result_spoils_the_others(run, text):
+    (run / "eval").mkdir()
+    (run / "eval" / "a.json").write_text(text)
+    cli.main(["eval", "report", str(run)])
+
+
+def test_no_logged_line_spoils_the_others(run):
+    lines = ['{"loss": 1}', '{"step": 1, "loss": "a"}', '{"step": null, "loss": 2}', '{"step": "1"}', "[1]"]
+    lines += ['{"step": 2, "tokens": null, "loss": [1]}', '{"step": 3, "loss": NaN, "velocity": Infinity}']
+    (run / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
+    cli.main(["eval", "report", str(run)])
+
+
+def test_names_of_runs_are_quoted(trained_run, tmp_path, monkeypatch):
+    run = shutil.copytree(trained_run.run, tmp_path / "my 'q\"run $a <b>")
+    monkeypatch.chdir(run)
+    cli.main(["eval", "report", "."])
+    text = (run / "report" / "report.md").read_text()
+    assert text.startswith("# my 'q") and f"--checkpoint {shlex.quote(str(run))} --data" in text
