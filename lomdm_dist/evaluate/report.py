@@ -15,7 +15,7 @@ from pathlib import Path
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate import paper
-from lomdm_dist.files import write_atomically, write_figure
+from lomdm_dist.files import check_writable, write_atomically, write_figure
 
 EVALUATIONS = {  # what a report has, and what makes it: the command for a run, and the file
     "ppl": ("lomdm eval ppl --checkpoint {run} --data {valid} --draws 8", "ppl"),
@@ -37,7 +37,7 @@ def report(run: Path, out: Path) -> list[str]:
     """
     run = run.resolve()
     config, metrics, results, unread = _open(run)
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out / "report.md")
     pictures = draw_curves(metrics, out)
     missing = [name for name in EVALUATIONS if name not in results and not _senseless(name, config)]
     lines = _lines(run, config, metrics, results, unread, pictures, missing)

@@ -1,5 +1,6 @@
 """A trajectory as a picture: the first text of each model, coloured by step. matplotlib draws it."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,9 @@ def draw(models: list[dict], title: str, path: Path) -> None:
     axes[1, 0].set_subplotspec(axes[1, 0].get_gridspec()[1, :])
     _draw_curves(axes[1, 0], models)
     _draw_legend(figure, axes[0])
-    write_figure(figure, path, dpi=130)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # of a script that the font lacks: a box is drawn
+        write_figure(figure, path, dpi=130)
     pyplot.close(figure)
 
 
