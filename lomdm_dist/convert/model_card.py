@@ -145,7 +145,7 @@ USE = """\
 ```python
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 model = AutoModelForMaskedLM.from_pretrained("NAME", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("NAME")
+tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
 print(tokenizer.batch_decode(model.generate(num=2, seed=0)))
 ```
 
@@ -176,7 +176,7 @@ USE_CAUSAL = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("NAME")
+tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
 print(tokenizer.batch_decode(model.sample(num=2, seed=0)))
 ```
 

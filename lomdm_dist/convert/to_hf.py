@@ -60,12 +60,12 @@ def to_hf(
         check = "logits" if fits else "parameters"
     expected = outputs_of_checkpoint(checkpoint, weights, DTYPES[dtype]) if check == "logits" else None
     with new_folder(out) as partial:
+        _write_tokenizer(checkpoint.tokenizer(), checkpoint.config.model.length, partial)
+        _check_tokenizer(partial, checkpoint.state.data.tokenizer)
         files = _write_weights(checkpoint, weights, exported, max_shard_gb, partial)
         _write_code(exported, partial)
         _generation_config(checkpoint).save_pretrained(partial)
-        _write_tokenizer(checkpoint.tokenizer(), checkpoint.config.model.length, partial)
         _public(checkpoint.config).save(partial / "config.yaml")
-        _check_tokenizer(partial, checkpoint.state.data.tokenizer)
         _check_weights(checkpoint, weights, exported, partial)
         result = {"checked": check, "parameters": parameters, "files": files, "dtype": dtype}
         if expected is not None:
@@ -136,6 +136,7 @@ def _write_weights(
                 tensors[name] = _read(checkpoint, weights, name, likes[name])
                 bar.update()
             save_file(tensors, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)  # it makes files that nobody else may read
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -195,7 +196,7 @@ def _public(config: Config) -> Config:
 
 
 def _check_tokenizer(folder: Path, expected: TokenizerFacts) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it has no code
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = {"vocab_size": len(tokenizer)}
     found |= {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "mask", "pad")}
     wrong = {key: value for key, value in found.items() if getattr(expected, key) not in (value, None)}

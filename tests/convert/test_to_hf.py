@@ -94,7 +94,7 @@ for name, model in models.items():
     for what, value in found.items():
         np.save(f"{{name}}_{{what}}.npy", value.numpy())
 
-model, tokenizer = models["lomdm"], AutoTokenizer.from_pretrained("lomdm/model")
+model, tokenizer = models["lomdm"], AutoTokenizer.from_pretrained("lomdm/model", trust_remote_code=True)
 assert set(tokenizer("text")) == {{"input_ids", "attention_mask"}}
 for token in ("mask", "pad", "eos"):
     assert getattr(tokenizer, token + "_token_id") == getattr(model.config, token + "_token_id") is not None
