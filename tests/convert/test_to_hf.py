@@ -327,8 +327,7 @@ def test_raw_weights_into_an_empty_folder(exports, tmp_path):
     assert torch.equal(saved["phi.weight"], checkpoint.build_model("raw").phi.weight)
 
 
-@pytest.mark.parametrize("damage", [0.1, float("nan")])
-@pytest.mark.parametrize("name", ["backbone.output.bias", "phi.weight", "psi.weight"])
+@pytest.mark.parametrize(("name", "damage"), [("backbone.output.bias", 1e-6), ("psi.weight", float("nan"))])
 def test_an_export_whose_weights_differ_is_not_published(name, damage, exports, tmp_path, monkeypatch):
     def write_damaged(tensors, path, metadata):
         tensors[name].view(-1)[7] += damage
@@ -372,6 +371,7 @@ def test_large_models_in_shards_and_bfloat16(exports, tmp_path):
     assert result["max_logit_difference"] < TOLERANCE < result["rounding"] < 1
     ours, exported = checkpoint.build_model("ema"), load(out)
     assert exported.dtype == torch.bfloat16
+    assert not (exported.generate(num=1) == exported.config.mask_token_id).any()
     for name, parameter in exported.state_dict().items():
         assert torch.equal(parameter, ours.get_parameter(name).bfloat16())
 
