@@ -468,7 +468,11 @@ def test_the_card_states_the_bound_and_no_place_of_this_machine(trained_run, exp
     told = {name: (stated in card.text, "Not measured" in card.text) for name, card in cards.items()}
     none, other = (False, True), (False, False)
     assert told == {"before": none, "ema": (True, False), "raw": none, "asked": other}
-    for text in ("Convention: preset bound; bound uncut", "recipe text, official split", "standard error"):
+    for text in (
+        "Convention: preset bound; bound uncut; time pinned",
+        "recipe text, official split",
+        "standard error",
+    ):
         assert text in cards["ema"].text and text in cards["asked"].text
     assert (cards["ema"].data.pipeline_tag, cards["ema"].data.library_name) == ("fill-mask", "transformers")
     here = str(trained_run.run.parent).encode()
