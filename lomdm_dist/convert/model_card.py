@@ -37,7 +37,8 @@ def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bo
         "checked": _checks(checks),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    front = FRONT.format(task="text-generation" if causal else "fill-mask", objective=config.objective.name)
+    task, kind = ("text-generation", "autoregressive") if causal else ("fill-mask", "masked-diffusion")
+    front = FRONT.format(task=task, kind=kind, objective=config.objective.name)
     what = "An autoregressive language model" if causal else "A masked diffusion language model"
     use = (USE_CAUSAL if causal else USE).replace("NAME", name)
     return f"{front}\n# {what}\n\n| | |\n|---|---|\n{table}\n\n## {_bound(bound, causal)}\n\n{use}\n{LIMITS}"
@@ -151,7 +152,7 @@ FRONT = """\
 library_name: transformers
 pipeline_tag: {task}
 tags:
-- masked-diffusion
+- {kind}
 - {objective}
 ---
 """
