@@ -32,7 +32,7 @@ from lomdm_dist.train.checkpoint import (
 FIRST_ERRORS = 4
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Tensor:
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     """One saved tensor, whole. Raises UserError."""
     saved = checkpoint.metadata.state_dict_metadata[name]
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
@@ -174,7 +174,7 @@ def verify(path: Path) -> Contents:
         if problem := wrong_pieces(tensor.size, tensor.chunks):
             checkpoint.damaged(f"{name} is not covered by its pieces: {problem}")
     for name in tqdm(saved, desc=f"verify {checkpoint.folder}", unit=" tensors", disable=None):
-        if not _read(checkpoint, name).isfinite().all():
+        if not read_tensor(checkpoint, name).isfinite().all():
             checkpoint.damaged(f"{name} holds a number that is not finite")
     return Contents(checkpoint, saved)
 
@@ -227,7 +227,7 @@ def convert(path: Path, out: Path, weights_only: bool = False) -> Contents:
     shapes = source.shapes()
     kinds = (*WEIGHTS, *MOMENTS) if source.has_moments and not weights_only else WEIGHTS
     state = {
-        f"{kind}/{name}": _read(source, f"{kind}/{name}").view(shape)
+        f"{kind}/{name}": read_tensor(source, f"{kind}/{name}").view(shape)
         for kind in kinds
         for name, shape in shapes.items()
     }

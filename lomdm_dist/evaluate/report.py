@@ -53,6 +53,11 @@ def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]], list[st
         raise UserError(f"{run} is no run: it has no config.yaml and metrics.jsonl")
     with (run / "metrics.jsonl").open(errors="replace") as lines:
         metrics = [row for line in lines if (row := _numbers(_parse(line))).get("step") is not None]
+    return load_config(run / "config.yaml"), metrics, *results_of(run)
+
+
+def results_of(run: Path) -> tuple[dict[str, list[dict]], list[str]]:
+    """What evaluations wrote with `--json` into RUN and RUN/eval, by name; and files not understood."""
     results, unread = {}, []
     for path in sorted([*run.glob("*.json"), *(run / "eval").glob("*.json")]):
         result = _parse(path.read_text(errors="replace"))
@@ -62,7 +67,7 @@ def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]], list[st
                 results.setdefault(name, []).append(result)
             else:
                 unread.append(path.name)
-    return load_config(run / "config.yaml"), metrics, results, unread
+    return results, unread
 
 
 def _parse(text: str) -> dict | None:

@@ -288,7 +288,7 @@ class Checkpoint:
         """The model in float32 on the CPU, in evaluation mode."""
         model = self._model_without_memory().to_empty(device="cpu")
         pieces = whole_pieces(model)
-        self._check({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
+        self.check_fits({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
         self.load_weights(pieces, kind)
         return model.eval()
 
@@ -300,7 +300,7 @@ class Checkpoint:
         with torch.device("meta"):
             return LoMDM(self.config.model, self.config.objective, self.config.data.attend)
 
-    def _check(self, wanted: dict[str, int], kind: str) -> None:
+    def check_fits(self, wanted: dict[str, int], kind: str) -> None:
         saved = {name: size for name, size in self._sizes.items() if name.startswith(f"{kind}/")}
         differences = [f"{name} missing" for name in wanted.keys() - saved.keys()]
         differences += [f"{name} not in the model" for name in saved.keys() - wanted.keys()]
