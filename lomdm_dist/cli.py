@@ -21,6 +21,7 @@ from lomdm_dist.commands import (
     bench,
     checkpoint,
     convert,
+    convert_from_hf,
     eval_gen_ppl,
     eval_order,
     eval_ppl,
@@ -152,7 +153,9 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))
-    add("to-hf", convert, "export a checkpoint", group("convert", "to Hugging Face", "DIRECTION"))
+    conversions = group("convert", "to and from Hugging Face", "WHAT")
+    add("to-hf", convert, "export a checkpoint", conversions)
+    add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("plan", plan, "how to train on so many GPUs, and what it takes")
     return parser
 
