@@ -21,6 +21,7 @@ from lomdm_dist.commands import (
     bench,
     checkpoint,
     convert,
+    convert_diff,
     convert_from_hf,
     eval_gen_ppl,
     eval_order,
@@ -156,6 +157,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     conversions = group("convert", "to and from Hugging Face", "WHAT")
     add("to-hf", convert, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
+    add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("plan", plan, "how to train on so many GPUs, and what it takes")
     return parser
 

@@ -44,6 +44,11 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
+def as_used(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A checkpoint keeps q, k and v apart, [3, D, D]; networks, and other files, have them as [3 D, D]."""
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
+
+
 # Inspect.
 
 

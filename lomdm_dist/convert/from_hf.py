@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.config import Config, load_config, make_config
-from lomdm_dist.convert.checkpoint import read_tensor, save_tensors, seal, verify
+from lomdm_dist.convert.checkpoint import as_used, read_tensor, save_tensors, seal, verify
 from lomdm_dist.convert.public import FIRST, Found, read_public, recognise, their_name
 from lomdm_dist.convert.weights import of_tensors, open_torch, open_weights, state_dict
 from lomdm_dist.data.tokenizer import describe, load_tokenizer
@@ -150,7 +150,7 @@ def _checked_shapes(found: Found, config: Config, source: Path) -> dict[str, tup
     theirs = found.kinds["raw"].shapes
     say = str if found.layout == "lomdm" else their_name
     for name, shape in shapes.items():
-        flat = _as_matrix(shape)
+        flat = as_used(shape)
         if theirs.get(name) != flat:
             has = f"has the shape {list(theirs[name])}, not {list(flat)}" if name in theirs else "is missing"
             wrong.append(f"{say(name)} {has}")
@@ -159,11 +159,6 @@ def _checked_shapes(found: Found, config: Config, source: Path) -> dict[str, tup
         more = f"; and {len(wrong) - FIRST} more" if len(wrong) > FIRST else ""
         raise UserError(f"{source} does not fit its model ({found.layout}): {'; '.join(wrong[:FIRST])}{more}")
     return shapes
-
-
-def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter where a checkpoint keeps q, k and v apart, [3, D, D]."""
-    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
 
 def _check_same(checkpoint: Checkpoint, names, read) -> None:
