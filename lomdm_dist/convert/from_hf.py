@@ -42,7 +42,7 @@ def from_hf(
     facts = _facts(source)
     found = _find(source, facts, layout)
     tokens = _tokenizer(source, tokenizer, facts if found.layout == "lomdm" else {})
-    config = _config(source, found, tokens, overrides)
+    config = _config(source, facts, found, tokens, overrides)
     shapes = _checked_shapes(found, config, source)
     packing = packing or found.packing
     data = DataFacts(tokenizer=describe(tokens), packing=packing, identity=f"imported, {found.layout}")
@@ -113,13 +113,15 @@ def _tokenizer(source: Path, name: str | None, facts: dict):
     return tokenizer
 
 
-def _config(source: Path, found: Found, tokenizer, overrides) -> Config:
+def _config(source: Path, facts: dict, found: Found, tokenizer, overrides) -> Config:
     """An export brings its own; of a public checkpoint, what is known. Raises UserError."""
     if found.layout == "lomdm":
         if not (source / CONFIG).is_file():
             raise UserError(f"{source} has no {CONFIG}: put that of the export which it was made from there")
         config = load_config(source / CONFIG, overrides)
         _check_tokenizer(tokenizer, config.model.vocab_size, config.model.mask_id, source)
+        if facts.get("num_attention_heads", config.model.heads) != config.model.heads:
+            raise UserError(f"{source}: config.json has other attention heads than {CONFIG}")
         return config
     _check_tokenizer(tokenizer, found.model["vocab_size"], tokenizer.mask_token_id, source)
     given = {override.partition("=")[0] for override in overrides}

@@ -104,11 +104,13 @@ def recognise(names: Iterable[str], facts: dict, asked: str, source) -> str:
         raise UserError(f"--layout {asked}: the config.json in {source} says {said}")
     if said or asked != "auto":
         return said or asked
-    if "sampling_eps_min" in names:
+    adaln, blocks = f"{PREFIX}sigma_map.mlp.0.weight" in names, "sampling_eps_min" in names
+    if adaln and blocks:
         return "bd3lm"
-    if not any(name.startswith(f"{PREFIX}sigma_map.") for name in names):
+    if not adaln and not blocks:
         return "ar"
-    raise UserError(f"{source}: its tensors may be MDLM's or Duo's, which have the same names: say --layout")
+    may_be = "MDLM's or Duo's" if adaln else "BD3LM's or its AR baseline's"
+    raise UserError(f"{source}: its tensors may be {may_be}, which have the same names: say --layout")
 
 
 def read_public(layout: str, raw: Weights, shadows: list[Tensor] | None, facts: dict, source) -> Found:

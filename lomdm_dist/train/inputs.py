@@ -89,7 +89,7 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> N
     if not checkpoint.has_moments:
         raise UserError(
             f"checkpoint {checkpoint.folder} holds weights only, without AdamW's moments: resume from the "
-            "checkpoint that it was made from"
+            "checkpoint that it was made from, or begin a run with these weights by train.start_from"
         )
     _check_form(checkpoint, config)
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()

@@ -243,7 +243,7 @@ def test_lightning_form(layout, tmp_path, tokenizer, mask_id):
     raw, ema = draw(layout), draw(layout, seed=5)
     ema["backbone.rotary_emb.inv_freq"] = raw["backbone.rotary_emb.inv_freq"]
     source = write_lightning(tmp_path / "last.ckpt", raw, ema)
-    told = ["--layout", layout] if layout in ("mdlm", "duo") else []
+    told = [] if layout in ("bd3lm", "ar") else ["--layout", layout.split()[0]]
     result = convert(source, tmp_path / "out", *told, "--tokenizer", tokenizer, f"model.length={LENGTH}")
     assert result["layout"] == layout.split()[0]
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -318,7 +318,9 @@ def test_averages_that_are_not_of_the_parameters(tmp_path, tokenizer, capsys):
 def test_what_a_file_does_not_say_is_asked_for(tmp_path, tokenizer, capsys):
     tensors = draw("mdlm")
     source = write_lightning(tmp_path / "last.ckpt", tensors, None)
-    assert "say --layout" in mistake(source, "--tokenizer", tokenizer, capsys=capsys)
+    assert "MDLM's or Duo's" in mistake(source, "--tokenizer", tokenizer, capsys=capsys)
+    blocks = write_lightning(tmp_path / "blocks.ckpt", draw("bd3lm without adaLN"), None)
+    assert "BD3LM's or its AR" in mistake(blocks, "--tokenizer", tokenizer, capsys=capsys)
     assert "--tokenizer" in mistake(source, "--layout", "mdlm", capsys=capsys)
     options = ["--layout", "mdlm", "--tokenizer", tokenizer]
     assert "model.length=NUMBER" in mistake(source, *options, capsys=capsys)
