@@ -37,7 +37,7 @@ FIRST_ERRORS = 4
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """One saved tensor, whole; `name` with its kind, `ema/...`. Raises UserError."""
+    """One saved tensor, whole. Raises UserError."""
     saved = checkpoint.metadata.state_dict_metadata[name]
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
     checkpoint.read({name: tensor})

@@ -43,8 +43,8 @@ def open_side(path: Path, kind: str) -> Side:
 
 def _open_checkpoint(path: Path, kind: str) -> Side:
     checkpoint = Checkpoint(path)
-    checkpoint.check_names(kind)
     shapes = {name: as_used(shape) for name, shape in checkpoint.shapes().items()}
+    checkpoint.check_fits({f"{kind}/{name}": math.prod(shape) for name, shape in shapes.items()}, kind)
 
     def read(name: str) -> Tensor:
         return read_tensor(checkpoint, f"{kind}/{name}").view(shapes[name])

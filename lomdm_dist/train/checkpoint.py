@@ -296,18 +296,17 @@ class Checkpoint:
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""
-        self.check_names(kind)
         model = _model_without_memory(self.config).to_empty(device="cpu")
-        self.load_weights(whole_pieces(model), kind)
+        pieces = whole_pieces(model)
+        self.check_fits({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
+        self.load_weights(pieces, kind)
         return model.eval()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters of the config's model, by name, as format 2 has them."""
         return parameter_shapes(self.config)
 
-    def check_names(self, kind: str) -> None:
-        """That weights of this kind are those of the config's model. Raises UserError."""
-        wanted = {f"{kind}/{name}": math.prod(shape) for name, shape in self.shapes().items()}
+    def check_fits(self, wanted: dict[str, int], kind: str) -> None:
         saved = {name: size for name, size in self._sizes.items() if name.startswith(f"{kind}/")}
         differences = [f"{name} missing" for name in wanted.keys() - saved.keys()]
         differences += [f"{name} not in the model" for name in saved.keys() - wanted.keys()]

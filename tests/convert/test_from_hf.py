@@ -56,7 +56,8 @@ def refused(*arguments, capsys) -> str:
 def test_an_export_comes_back_bit_for_bit(trip):
     start, back = Checkpoint(trip / "start"), Checkpoint(trip / "back")
     assert same(start, back) and same(start, back, "raw")
-    assert back.config == start.config
+    for section in ("model", "objective", "optim"):  # an export does not say where data and run were
+        assert getattr(back.config, section) == getattr(start.config, section)
     assert back.state.data.tokenizer == start.state.data.tokenizer
     assert back.state.data.packing == "packed" and not back.has_moments and back.state.step == 0
     result = json.loads((trip / "json").read_text())
