@@ -25,7 +25,18 @@ MAY_IMPORT = {
     },
     "sample": {"sample", "process", "model", "config", "errors"},
     "launch": {"launch", "data", "config", "errors", "files", "machine"},
-    "convert": {"convert", "model", "parallel", "process", "train", "data", "config", "errors", "files"},
+    "convert": {
+        "convert",
+        "evaluate",
+        "process",
+        "model",
+        "parallel",
+        "train",
+        "data",
+        "config",
+        "errors",
+        "files",
+    },
 }
 
 

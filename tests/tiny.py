@@ -14,7 +14,6 @@ import yaml
 from lomdm_dist.convert.checkpoint import seal
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.parallel.layout import whole_pieces
 from lomdm_dist.train.checkpoint import Checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
@@ -69,17 +68,19 @@ def train_tiny(config: dict) -> Path:
     return run
 
 
-def randomize(run: Path, out: Path) -> Checkpoint:
+def randomize(run: Path, out: Path, overrides: list[str] | tuple[str, ...] = ()) -> Checkpoint:
     """A copy of a run's checkpoint with random weights, others for raw than for ema, and no moments.
 
-    Few steps of training leave the gates near zero and the exponents near c1: too near for a comparison.
+    With overrides of the config, of another objective say: then of the model that they mean. Few steps of
+    training leave the gates near zero and the exponents near c1: too near for a comparison.
     """
-    checkpoint = Checkpoint(run)
+    checkpoint = Checkpoint(run, overrides)
     shutil.copytree(checkpoint.folder, out, ignore=shutil.ignore_patterns("*.distcp", ".metadata"))
+    checkpoint.config.save(out / "config.yaml")
     generator, state = torch.Generator().manual_seed(0), {}
     for kind in ("raw", "ema"):
-        for piece in whole_pieces(checkpoint.build_model(kind)):
-            state[f"{kind}/{piece.name}"] = 0.2 * torch.randn(piece.layout.shape, generator=generator)
+        for name, shape in checkpoint.shapes().items():
+            state[f"{kind}/{name}"] = 0.2 * torch.randn(shape, generator=generator)
     dcp.save(state, checkpoint_id=out, no_dist=True)
     seal(out, checkpoint.state)
     return Checkpoint(out)

@@ -47,7 +47,7 @@ def _ppl(options) -> None:
     with processes() as grid:
         checkpoint = open_checkpoint(options)
         shards = open_shards(options, checkpoint)
-        result = _estimate(options, checkpoint, shards, grid)
+        result = measure(options, checkpoint, shards, grid)
         if grid is None or grid.first:
             from lomdm_dist import machine
 
@@ -88,7 +88,8 @@ def bound_of(pieces, model, checkpoint, options, grid, name: str) -> dict:
     return estimate_bound(model, pieces, checkpoint.config, np.arange(count), *how)
 
 
-def _estimate(options, checkpoint, shards, grid) -> dict:
+def measure(options, checkpoint, shards, grid) -> dict:
+    """The bound of the data under `--preset`, with its convention beside it."""
     from lomdm_dist.evaluate.conventions import PRESETS, describe, pieces_of_shards
 
     config, preset = checkpoint.config, PRESETS[options.preset]
@@ -99,6 +100,7 @@ def _estimate(options, checkpoint, shards, grid) -> dict:
         **describe(options.preset, config, checkpoint.state.data.packing),
         **data_of(shards),
         **settings(options, config),
+        "step": checkpoint.state.step,
     }
     return result
 

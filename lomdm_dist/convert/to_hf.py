@@ -1,83 +1,169 @@
-"""A checkpoint as a Hugging Face folder that loads with `transformers` alone: `lomdm convert to-hf`."""
+"""A checkpoint as a Hugging Face folder that loads with `transformers` alone: `lomdm convert to-hf`.
+
+Its weights go from the checkpoint to the files one shard at a time, so that no process need hold the model.
+"""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from lomdm_dist.config import Config, WindowObjective
+from lomdm_dist.convert.checkpoint import read_tensor
+from lomdm_dist.convert.compare import compare, outputs_of_checkpoint
+from lomdm_dist.convert.hf import configuration_lomdm, modeling_lomdm
 from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
-from lomdm_dist.convert.hf.modeling_lomdm import LomdmForMaskedLM
+from lomdm_dist.convert.model_card import model_card
 from lomdm_dist.data.shards import TokenizerFacts
-from lomdm_dist.errors import UserError
-from lomdm_dist.files import new_folder
-from lomdm_dist.model import LoMDM
+from lomdm_dist.data.tokenizer import not_text
+from lomdm_dist.files import check_new, new_folder
+from lomdm_dist.model.lomdm import permutation_of
 from lomdm_dist.train.checkpoint import Checkpoint
 
-TOLERANCE = 1e-4  # of float32 arithmetic; a wrong weight or formula is off by far more
-CHECKED_SEQUENCES = 2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROOM = 1.3  # a model, and what computing with it takes, over its parameters' bytes in float32
 
 
-def to_hf(checkpoint: Checkpoint, out: Path, weights: str) -> dict:
-    """Write OUT with the `ema` or `raw` weights, and check that it computes what the checkpoint does.
+def to_hf(
+    checkpoint: Checkpoint,
+    out: Path,
+    weights: str = "ema",
+    dtype: str = "float32",
+    max_shard_gb: float = 5.0,
+    check: str | None = None,
+    bound: dict | None = None,
+) -> dict:
+    """Write OUT with the `ema` or `raw` weights, and check that it is what the checkpoint is.
 
-    Written beside OUT and renamed when the check has passed, so OUT is whole or absent. Raises
-    UserError where OUT holds something, RuntimeError where the export differs from the checkpoint.
+    check "parameters" reads every parameter back; "logits", the default where the memory is free, also has
+    both models compute, one after the other, on the weights as rounded to dtype. bound: a result of
+    `lomdm eval ppl` for the model card. Written beside OUT and renamed when the check has passed, so OUT is
+    whole or absent. Raises UserError where OUT holds something, RuntimeError where the export differs.
     """
-    _check_exportable(checkpoint)
-    model, tokenizer = checkpoint.build_model(weights), checkpoint.tokenizer()
+    check_new(out)
+    exported = _without_memory(checkpoint, DTYPES[dtype])
+    parameters = sum(p.numel() for p in exported.parameters())
+    checkpoint.check_fits(
+        {f"{weights}/{name}": p.numel() for name, p in exported.named_parameters()}, weights
+    )
+    if check is None:
+        fits = 4 * ROOM * parameters < psutil.virtual_memory().available
+        check = "logits" if fits else "parameters"
+    expected = outputs_of_checkpoint(checkpoint, weights, DTYPES[dtype]) if check == "logits" else None
     with new_folder(out) as partial:
-        _write_model(model, _hf_config(checkpoint), partial)
-        _write_tokenizer(tokenizer, checkpoint.config.model.length, partial)
-        (partial / "README.md").write_text(_model_card(checkpoint, weights, out.resolve().name))
-        checkpoint.config.save(partial / "config.yaml")
+        _write_tokenizer(checkpoint.tokenizer(), checkpoint.config.model.length, partial)
         _check_tokenizer(partial, checkpoint.state.data.tokenizer)
-        differences = _compare(model, partial, checkpoint)
-    return differences | {"parameters": sum(p.numel() for p in model.parameters())}
+        files = _write_weights(checkpoint, weights, exported, max_shard_gb, partial)
+        _write_code(exported, partial)
+        _generation_config(checkpoint).save_pretrained(partial)
+        _public(checkpoint.config).save(partial / "config.yaml")
+        _check_weights(checkpoint, weights, exported, partial)
+        result = {"checked": check, "parameters": parameters, "files": files, "dtype": dtype}
+        if expected is not None:
+            result |= compare(expected, checkpoint, partial)
+        card = model_card(checkpoint, weights, out.resolve().name, result, bound)
+        (partial / "README.md").write_text(card)
+    return result
 
 
-def _check_exportable(checkpoint: Checkpoint) -> None:
-    objective = checkpoint.config.objective
-    if objective.name not in ("mdlm", "lomdm"):
-        raise UserError(f"to-hf exports mdlm and lomdm so far; {checkpoint.folder} is {objective.name}")
-    plain = {"schedule": "power", "normalize": "norm_sig", "head": "transformer"}
-    other = [f"{k}={getattr(objective, k)}" for k, v in plain.items() if getattr(objective, k, v) != v]
-    if other:
-        raise UserError(
-            f"to-hf does not export the ablation {' '.join(other)} so far: {checkpoint.folder} has it"
-        )
+# What is written.
 
 
-def _hf_config(checkpoint: Checkpoint) -> LomdmConfig:
-    model, objective, data = checkpoint.config.model, checkpoint.config.objective, checkpoint.state.data
+def _without_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The exported model on the meta device: its config, and its parameters' names and shapes."""
+    causal = checkpoint.config.objective.name == "ar"
+    kind = modeling_lomdm.LomdmForCausalLM if causal else modeling_lomdm.LomdmForMaskedLM
+    with torch.device("meta"):
+        exported = kind(hf_config(checkpoint)).to(dtype)
+    exported.config.architectures = [kind.__name__]
+    exported.config.dtype = dtype
+    exported.config.auto_map = {
+        "AutoConfig": f"configuration_lomdm.{LomdmConfig.__name__}",
+        f"AutoModelFor{'CausalLM' if causal else 'MaskedLM'}": f"modeling_lomdm.{kind.__name__}",
+    }
+    return exported
+
+
+def hf_config(checkpoint: Checkpoint) -> LomdmConfig:
+    """All that the exported code needs to know; a permutation that was drawn is written out."""
+    config, data = checkpoint.config, checkpoint.state.data
+    model, objective = config.model, config.objective
+    settings = objective.model_dump(exclude={"name", "time", "time_eps", "permutation_seed"})
+    if isinstance(objective, WindowObjective) and objective.order == "permutation":
+        settings["permutation"] = permutation_of(objective, model.length).tolist()
     return LomdmConfig(
         vocab_size=model.vocab_size,
         mask_token_id=model.mask_id,
         pad_token_id=data.tokenizer.pad_id,
         eos_token_id=data.tokenizer.eos_id,
+        never_token_ids=list(not_text(checkpoint.tokenizer(), model.vocab_size)),
         max_position_embeddings=model.length,
         hidden_size=model.width,
         num_hidden_layers=model.blocks,
         num_attention_heads=model.heads,
         condition_width=model.condition_width,
         objective=objective.name,
-        c1=objective.c1,
-        c2=objective.c2,
         packing=data.packing,
-        attend=checkpoint.config.data.attend,
-        torch_dtype="float32",
+        attend=config.data.attend,
+        **settings,
     )
 
 
-def _write_model(model: LoMDM, config: LomdmConfig, folder: Path) -> None:
-    """model.safetensors, config.json, and the two files of code that config.json's auto_map names."""
-    LomdmConfig.register_for_auto_class()
-    LomdmForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
-    with torch.device("meta"):
-        exported = LomdmForMaskedLM(config)
-    exported.load_state_dict(model.state_dict(), assign=True)  # shares the memory; refuses other names
-    exported.save_pretrained(folder)
+def _read(checkpoint: Checkpoint, weights: str, name: str, like: Tensor) -> Tensor:
+    """A parameter in the shape and the dtype of `like`."""
+    return read_tensor(checkpoint, f"{weights}/{name}").view(like.shape).to(like.dtype)
+
+
+def _write_weights(
+    checkpoint: Checkpoint, weights: str, exported: PreTrainedModel, max_shard_gb: float, folder: Path
+) -> int:
+    """model.safetensors, or several and their index. Only one is in memory at a time. Returns how many."""
+    likes = exported.state_dict()
+    split = split_torch_state_dict_into_shards(likes, max_shard_size=int(max_shard_gb * 10**9))
+    with tqdm(total=len(likes), desc="export", unit=" tensors", disable=None) as bar:
+        for file, names in split.filename_to_tensors.items():
+            tensors = {}
+            for name in names:
+                tensors[name] = _read(checkpoint, weights, name, likes[name])
+                bar.update()
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)  # it makes files that nobody else may read
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return len(split.filename_to_tensors)
+
+
+def _write_code(exported: PreTrainedModel, folder: Path) -> None:
+    """config.json, and the two files of code that its auto_map names."""
+    exported.config.save_pretrained(folder)
+    for module in (configuration_lomdm, modeling_lomdm):
+        shutil.copy(module.__file__, folder)
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """The settings of `lomdm sample`, in the words of our `generate`; of `transformers`' for `ar`."""
+    config, ids = checkpoint.config, checkpoint.state.data.tokenizer
+    length = config.model.length
+    steps = {"max_length": length} if config.objective.name == "ar" else {"steps": length}
+    return GenerationConfig(
+        do_sample=True,
+        top_p=config.sampler.top_p,
+        top_k=0,
+        temperature=config.sampler.temperature,
+        eos_token_id=ids.eos_id,
+        pad_token_id=ids.eos_id if ids.pad_id is None else ids.pad_id,
+        **steps,
+    )
 
 
 def _write_tokenizer(tokenizer, length: int, folder: Path) -> None:
@@ -93,45 +179,26 @@ def _write_tokenizer(tokenizer, length: int, folder: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-@torch.no_grad()
-def _compare(model: LoMDM, folder: Path, checkpoint: Checkpoint) -> dict[str, float]:
-    """Load the export as a stranger does, and compare all that it computes. Raises RuntimeError."""
-    exported = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-    x, z, valid = _random_batch(checkpoint)
-    features, reverse, condition = model.see(z, valid)
-    seen = exported(z, attention_mask=valid)
-    logits = _difference(model.backbone.output(features[valid], condition), seen.logits[valid])
-    psi = _difference(reverse.exponent.expand(z.shape), seen.exponents)
-    phi = _difference(
-        model.order(x, valid).exponent.expand(x.shape), exported.order_exponents(x, attention_mask=valid)
-    )
-    if not all(difference <= TOLERANCE for difference in (logits, psi, phi)):  # so that nan fails too
-        raise RuntimeError(
-            f"the export in {folder} differs from checkpoint {checkpoint.folder}: logits by up to "
-            f"{logits:.3g}, exponents by up to {psi:.3g} (psi) and {phi:.3g} (phi), more than {TOLERANCE:g}"
-        )
-    return {"max_logit_difference": logits, "max_exponent_difference": max(psi, phi)}
+def _public(config: Config) -> Config:
+    """Without the places of this machine: of an absolute path only its last name is published."""
+
+    def named(path):
+        return type(path)(Path(path).name) if Path(path).is_absolute() else path
+
+    data = config.data
+    train = [source.model_copy(update={"path": named(source.path)}) for source in data.train]
+    data = data.model_copy(update={"train": train, "valid": named(data.valid), "cache": None})
+    start = config.train.start_from
+    places = {"run": named(config.train.run), "start_from": None if start is None else named(start)}
+    run = config.train.model_copy(update=places)
+    return config.model_copy(update={"data": data, "train": run})
 
 
-def _random_batch(checkpoint: Checkpoint) -> tuple[Tensor, Tensor, Tensor]:
-    """Clean x, z with about half of it masked, and valid, all [B, L]; the last row has padding."""
-    config, generator = checkpoint.config.model, torch.Generator().manual_seed(0)
-    shape = (CHECKED_SEQUENCES, config.length)
-    x = torch.randint(config.vocab_size - 1, shape, generator=generator)
-    x = x + (x >= config.mask_id)  # clean text never holds the mask token
-    z = torch.where(torch.rand(shape, generator=generator) < 0.5, config.mask_id, x)
-    valid = torch.ones(shape, dtype=torch.bool)
-    valid[-1, (config.length + 1) // 2 :] = False
-    return x, z, valid
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest absolute difference; 0 where both are -inf, nan where either is."""
-    return torch.where(ours == theirs, 0.0, (ours - theirs).abs()).max().item()
+# What is checked of the files; what the model computes is compared in compare.py.
 
 
 def _check_tokenizer(folder: Path, expected: TokenizerFacts) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # it has no code
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = {"vocab_size": len(tokenizer)}
     found |= {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "mask", "pad")}
     wrong = {key: value for key, value in found.items() if getattr(expected, key) not in (value, None)}
@@ -141,58 +208,19 @@ def _check_tokenizer(folder: Path, expected: TokenizerFacts) -> None:
         )
 
 
-def _model_card(checkpoint: Checkpoint, weights: str, name: str) -> str:
-    config, progress = checkpoint.config, checkpoint.progress
-    objective, data = config.objective, checkpoint.state.data
-    order = {
-        "lomdm": f"learned order, exponents c1 + c2 NormSig with c1 = {objective.c1}, c2 = {objective.c2}",
-        "mdlm": "random order, every exponent 1 (c1 = 1, c2 = 0)",
-    }[objective.name]
-    return MODEL_CARD.format(
-        name=name,
-        objective=objective.name,
-        order=order,
-        steps=f"{progress.step:,}",
-        tokens=f"{progress.tokens:,}",
-        weights={"ema": "average over the steps (ema)", "raw": "of the last step (raw)"}[weights],
-        length=config.model.length,
-        packing={
-            "packed": "documents end to end, EOS after each",
-            "wrapped": "documents end to end, EOS after each, and BOS and EOS around each sequence",
-            "padded": "one document a sequence, EOS at its end, then padding; give `attention_mask`",
-        }[data.packing],
-    )
+def _check_weights(checkpoint: Checkpoint, weights: str, exported: PreTrainedModel, folder: Path) -> None:
+    """Read all parameters back, one at a time: each there once, and bit for bit the checkpoint's."""
+    missing = exported.state_dict()
+    for name, tensor in _saved(folder):
+        like = missing.pop(name, None)
+        if like is None or not torch.equal(tensor, _read(checkpoint, weights, name, like)):
+            raise RuntimeError(f"{name} in {folder} differs from checkpoint {checkpoint.folder}")
+    if missing:
+        raise RuntimeError(f"{folder} lacks {', '.join(missing)} of checkpoint {checkpoint.folder}")
 
 
-MODEL_CARD = """\
----
-library_name: transformers
-pipeline_tag: fill-mask
-tags: [masked-diffusion, {objective}]
----
-
-# A masked diffusion language model
-
-| | |
-|---|---|
-| objective | {objective}: {order} |
-| trained | {steps} steps, {tokens} tokens seen |
-| weights | {weights} |
-| sequences | {length} tokens; {packing} |
-
-Load and sample (`torch`, `numpy` and `transformers` are all it needs; the code is in this folder):
-
-```python
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-print(tokenizer.batch_decode(model.sample(num=2, seed=0)))
-```
-
-`model(input_ids)` gives `logits` for the masked positions (-inf at the mask token) and the `exponents` seen
-from there; `model.order_exponents(input_ids)` gives those of a clean text: larger is generated earlier.
-Texts were encoded without special tokens but EOS after each: `tokenizer(text, add_special_tokens=False)`.
-
-`model.nelbo(input_ids)` estimates an upper bound on -log p(x), in nats a sequence. A perplexity made of it,
-exp(sum of the bounds / number of tokens), is itself an upper bound; compare it only with other bounds.
-"""
+def _saved(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)

@@ -49,12 +49,17 @@ def _open(run: Path) -> tuple[Config, list[dict], dict[str, list[dict]]]:
     if not (run / "metrics.jsonl").is_file() or not (run / "config.yaml").is_file():
         raise UserError(f"{run} is no run: it has no config.yaml and metrics.jsonl")
     metrics = [row for line in (run / "metrics.jsonl").open() if (row := _parse(line)) is not None]
+    return load_config(run / "config.yaml"), metrics, results_of(run)
+
+
+def results_of(run: Path) -> dict[str, list[dict]]:
+    """What evaluations wrote with `--json` into RUN and RUN/eval, by their names."""
     results: dict[str, list[dict]] = {}
     for path in sorted([*run.glob("*.json"), *(run / "eval").glob("*.json")]):
         result = _parse(path.read_text(errors="replace"))
         if result is not None and (name := _made_by(result)):
             results.setdefault(name, []).append(result | {"file": path.name})
-    return load_config(run / "config.yaml"), metrics, results
+    return results
 
 
 def _parse(text: str) -> dict | None:

@@ -1,0 +1,196 @@
+"""The README.md of an export, filled from the run: what it is, of which data, how good, how to use it."""
+
+from pathlib import Path
+
+from lomdm_dist.config import Config, Source
+from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.errors import UserError
+from lomdm_dist.evaluate.report import results_of
+from lomdm_dist.train.checkpoint import Checkpoint
+
+PACKING = {
+    "packed": "documents end to end, EOS after each",
+    "wrapped": "documents end to end, EOS after each, and BOS and EOS around each sequence",
+    "padded": "one document a sequence, EOS at its end, then padding; give `attention_mask`",
+}
+WEIGHTS = {"ema": "average over the steps (ema)", "raw": "of the last step (raw)"}
+
+
+def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bound: dict | None) -> str:
+    """Markdown with YAML in front. bound: a result of `lomdm eval ppl`, by default one of this step and these
+    weights that lies with the run; without any the card says that it was not measured."""
+    config, state = checkpoint.config, checkpoint.state
+    causal = config.objective.name == "ar"
+    bound = bound or _measured(checkpoint, weights)
+    rows = {
+        "objective": _objective(config),
+        "size": f"{checks['parameters']:,} parameters, {config.model.blocks} blocks of width "
+        f"{config.model.width}, {config.model.heads} heads; vocabulary {config.model.vocab_size:,}",
+        "weights": f"{WEIGHTS[weights]}, saved as {checks['dtype']}",
+        "sequences": f"{config.model.length} tokens; {PACKING[state.data.packing]}",
+        "data": "; ".join(_source(source, state.data.packing) for source in config.data.train),
+        "data identity": f"`{state.data.identity}` (sha256 of the sequences in their order)",
+        "trained": f"{state.step:,} steps, {state.sequences:,} sequences, {state.tokens:,} tokens seen",
+        "recipe": _recipe(config),
+        "versions": ", ".join(f"{package} {version}" for package, version in state.versions.items()),
+        "checked": _checks(checks),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    front = FRONT.format(task="text-generation" if causal else "fill-mask", objective=config.objective.name)
+    what = "An autoregressive language model" if causal else "A masked diffusion language model"
+    use = (USE_CAUSAL if causal else USE).replace("NAME", name)
+    return f"{front}\n# {what}\n\n| | |\n|---|---|\n{table}\n\n## {_bound(bound, causal)}\n\n{use}\n{LIMITS}"
+
+
+def _objective(config: Config) -> str:
+    objective = config.objective
+    chosen = objective.model_dump(exclude={"name", "time", "time_eps", "permutation"}, exclude_defaults=True)
+    words = {
+        "lomdm": "the order in which text is generated is learned",
+        "genmd4": "an exponent of its own for each token",
+        "mdlm": "random order, every exponent 1",
+        "window": f"fixed order {getattr(objective, 'order', '')}",
+        "ar": "from left to right, causal attention",
+    }[objective.name]
+    if objective.name == "lomdm" and objective.schedule == "power":
+        rule = {"norm_sig": "NormSig", "softmax": "softmax"}[objective.normalize]
+        words += f", exponents c1 + c2 {rule} with c1 = {objective.c1:g}, c2 = {objective.c2:g}"
+    settings = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in ("c1", "c2"))
+    return f"{objective.name}: {words}" + (f" ({settings})" if settings else "")
+
+
+def _source(source: Source, packing: str) -> str:
+    """What a source of the training data says of itself, where it is at hand; never where it lies."""
+    name = "a pipe" if source.path.startswith("pipe:") else Path(source.path).name
+    if not Path(source.path).is_dir():
+        return f"`{name}`, {packing}; it was not at hand when this card was written"
+    try:
+        manifest = ShardSet(source.path).manifest
+    except UserError:
+        return f"`{name}`, {packing}; it was damaged when this card was written"
+    return (
+        f"`{name}`: recipe {manifest.recipe}, official split {manifest.official_split}, "
+        f"{manifest.documents:,} documents, {manifest.sequences:,} sequences, {manifest.packing}"
+    )
+
+
+def _recipe(config: Config) -> str:
+    optim, train = config.optim, config.train
+    rates = f"learning rate {optim.learning_rate:g}"
+    if config.objective.name == "lomdm":
+        rates += f" (heads {optim.heads_learning_rate:g})"
+    return (
+        f"AdamW, {rates} after {optim.warmup_steps:,} steps of warm-up, betas {optim.beta1:g} and "
+        f"{optim.beta2:g}, weight decay {optim.weight_decay:g}, gradient norm at most {optim.clip:g}; "
+        f"{train.global_batch:,} sequences a step, dropout {config.model.dropout:g}, {train.precision}, "
+        f"average of the weights with decay {optim.ema_decay:g}, seed {train.seed}"
+    )
+
+
+def _checks(checks: dict) -> str:
+    text = "every parameter, bit for bit, against the checkpoint"
+    if checks["checked"] == "logits":
+        text += (
+            f"; logits of a batch differ by at most {checks['max_logit_difference']:.1e}, "
+            f"the {'likelihood' if checks['max_exponent_difference'] is None else 'bound'} by "
+            f"{checks['max_bound_difference']:.1e} nats a token"
+        )
+    if "rounding" in checks:
+        text += f"; rounding to {checks['dtype']} moved those logits by at most {checks['rounding']:.1e}"
+    return text
+
+
+def _measured(checkpoint: Checkpoint, weights: str) -> dict | None:
+    """What `lomdm eval ppl --json` left in the run's folder of this step and these weights."""
+    found = [
+        result
+        for result in results_of(checkpoint.folder.parent.parent).get("ppl", [])
+        if (result["convention"].get("step"), result["convention"]["weights"])
+        == (checkpoint.state.step, weights)
+    ]
+    return next((r for r in reversed(found) if r["convention"]["preset"] == "bound"), (found or [None])[-1])
+
+
+def _bound(bound: dict | None, causal: bool) -> str:
+    title = "Likelihood" if causal else "Bound"
+    if bound is None:
+        return f"{title}\n\nNot measured for this export."
+    told = dict(bound["convention"])
+    data = f"split {told['split']} of {told['source']}, identity `{told['identity'][:16]}`"
+    shown = ("preset", "bound", "time", "denominator", "pieces", "document_eos", "draws", "seed", "weights")
+    convention = "; ".join(f"{key} {told[key]}" for key in shown if told.get(key) is not None)
+    kind = "exact" if causal else "an upper bound: compare it with other bounds only"
+    return (
+        f"{title}\n\n**{bound['nll_per_token']:.4f} ± {bound['standard_error']:.4f} nats a token** (standard "
+        f"error over sequences), perplexity {bound['ppl']:.2f}, {kind}. Over {bound['tokens']:,} tokens in "
+        f"{bound['sequences']:,} sequences of {data}.\n\nConvention: {convention}."
+    )
+
+
+FRONT = """\
+---
+library_name: transformers
+pipeline_tag: {task}
+tags:
+- masked-diffusion
+- {objective}
+---
+"""
+
+USE = """\
+## Use
+
+`torch` and `transformers` are all it needs; the code is in this folder, so read it and trust it:
+
+```python
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+model = AutoModelForMaskedLM.from_pretrained("NAME", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
+print(tokenizer.batch_decode(model.generate(num=2, seed=0)))
+```
+
+A prompt stays, and the mask tokens in it are filled; `length` says how long the text becomes:
+
+```python
+prompt = tokenizer("One[MASK][MASK] three", add_special_tokens=False)["input_ids"]
+print(tokenizer.decode(model.generate([prompt], length=len(prompt), top_p=0.9)[0]))
+```
+
+- `model(input_ids)`: `logits` for the masked positions (-inf at the mask token), and the `exponents` seen
+  from there. `subs=True` gives log-probabilities in which an unmasked position copies its input.
+- `model.order_exponents(input_ids)`: those of a clean text; larger is generated earlier.
+- `model.nelbo(input_ids, attention_mask, draws=8)`: the bound on -log p(x), in nats a sequence. exp(sum of
+  the bounds / number of tokens) is an upper bound on the perplexity; compare it with other bounds only.
+- `model.generate(prompt, steps, top_p, temperature, seed)`: text i depends on the seed and i alone.
+- `pipeline("fill-mask", ...)` and `Trainer` work as with other masked models; the loss counts masked
+  positions only.
+
+Texts were encoded without special tokens but EOS: `tokenizer(text, add_special_tokens=False)`.
+"""
+
+USE_CAUSAL = """\
+## Use
+
+`torch` and `transformers` are all it needs; the code is in this folder, so read it and trust it:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("NAME", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("NAME", trust_remote_code=True)
+print(tokenizer.batch_decode(model.sample(num=2, seed=0)))
+```
+
+`model(input_ids, labels=input_ids)` is that of other causal models, but the first token counts, too: it is
+predicted from the mask token, which the model itself puts in front. `generate` is that of `transformers`;
+it keeps no cache. `model.nelbo(input_ids)` is -log p(x), exact, in nats a sequence.
+
+Texts were encoded without special tokens but EOS: `tokenizer(text, add_special_tokens=False)`.
+"""
+
+LIMITS = """
+## Limits
+
+It was trained to predict text of the data above, and on nothing else: it follows no instructions, may say
+what is false or harmful, and repeats the biases of its data. Longer texts than those of training it has
+never seen.
+"""
