@@ -96,12 +96,15 @@ def _find(source: Path, facts: dict, layout: str) -> Found:
     ours = facts.get("model_type") == "lomdm" or "backbone.embedding.weight" in weights.shapes
     if ours and layout in ("auto", "lomdm"):
         return Found("lomdm", dict.fromkeys(WEIGHTS, weights), {}, "", facts.get("packing", "packed"))
+    if layout == "lomdm":
+        raise UserError(f"{source} is no export of to-hf: it has no tensor backbone.embedding.weight")
     return read_public(recognise(weights.shapes, facts, layout, source), weights, shadows, facts, source)
 
 
 def _shadows(content: dict) -> list[Tensor] | None:
     ema = content.get("ema")
-    return ema.get("shadow_params") if isinstance(ema, dict) else None
+    shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
+    return shadows if isinstance(shadows, list) else None
 
 
 def tokenizer_of(folder: Path):
