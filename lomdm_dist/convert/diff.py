@@ -14,11 +14,13 @@ from tqdm import tqdm
 
 from lomdm_dist.config import load_config
 from lomdm_dist.convert.checkpoint import as_used, read_tensor
+from lomdm_dist.convert.from_hf import tokenizer_of
 from lomdm_dist.convert.weights import Weights, open_weights
-from lomdm_dist.data.tokenizer import describe, load_tokenizer
+from lomdm_dist.data.tokenizer import describe
 from lomdm_dist.errors import UserError
 from lomdm_dist.train.checkpoint import LATEST, STATE, Checkpoint
 
+PLACES = ("data.train", "data.valid", "data.cache", "train.run", "train.start_from")  # say nothing of a model
 CHUNK = 2**22  # elements compared at a time, in float64
 
 
@@ -72,14 +74,14 @@ def _flat(section: dict, before: str = "") -> dict:
 
 
 def _tokenizer(path: Path) -> dict:
-    return describe(load_tokenizer(path)).model_dump() if (path / "tokenizer.json").is_file() else {}
+    return describe(tokenizer_of(path)).model_dump() if (path / "tokenizer.json").is_file() else {}
 
 
 def diff(a: Side, b: Side) -> dict:
     """Keys of the configs and facts of the tokenizers as [a's, b's]; of each parameter how much it differs.
 
-    relative_difference is the norm of a - b over that of a. Where a side has no config or tokenizer, neither
-    is compared.
+    relative_difference is the norm of a - b over that of a. Where data and run were is not compared, nor
+    what only one side has of config and tokenizer.
     """
     both = [name for name in a.weights.shapes if name in b.weights.shapes]
     parameters = []
@@ -97,7 +99,7 @@ def diff(a: Side, b: Side) -> dict:
     result = {
         "a": a.name,
         "b": b.name,
-        "config_differs": _different(a.config, b.config),
+        "config_differs": _without_places(_different(a.config, b.config)),
         "tokenizer_differs": _different(a.tokenizer, b.tokenizer),
         "only_in_a": [name for name in a.weights.shapes if name not in b.weights.shapes],
         "only_in_b": [name for name in b.weights.shapes if name not in a.weights.shapes],
@@ -113,6 +115,10 @@ def _largest(differences) -> float:
     """nan where one is; 0 where there is none."""
     known = [difference for difference in differences if difference is not None]
     return math.nan if any(map(math.isnan, known)) else max(known, default=0.0)
+
+
+def _without_places(config: dict) -> dict:
+    return {key: value for key, value in config.items() if key not in PLACES}
 
 
 def _different(a: dict, b: dict) -> dict:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from lomdm_dist.config import Config, load_config, make_config
 from lomdm_dist.convert.checkpoint import as_used, read_tensor, save_tensors, seal, verify
+from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.public import FIRST, Found, read_public, recognise, their_name
 from lomdm_dist.convert.weights import of_tensors, open_torch, open_weights, state_dict
 from lomdm_dist.data.tokenizer import describe, load_tokenizer
@@ -41,7 +43,7 @@ def from_hf(
     check_new(out)
     facts = _facts(source)
     found = _find(source, facts, layout)
-    tokens = _tokenizer(source, tokenizer, facts if found.layout == "lomdm" else {})
+    tokens = _tokenizer(source, tokenizer)
     config = _config(source, facts, found, tokens, overrides)
     shapes = _checked_shapes(found, config, source)
     packing = packing or found.packing
@@ -94,23 +96,33 @@ def _find(source: Path, facts: dict, layout: str) -> Found:
     ours = facts.get("model_type") == "lomdm" or "backbone.embedding.weight" in weights.shapes
     if ours and layout in ("auto", "lomdm"):
         return Found("lomdm", dict.fromkeys(WEIGHTS, weights), {}, "", facts.get("packing", "packed"))
+    if layout == "lomdm":
+        raise UserError(f"{source} is no export of to-hf: it has no tensor backbone.embedding.weight")
     return read_public(recognise(weights.shapes, facts, layout, source), weights, shadows, facts, source)
 
 
 def _shadows(content: dict) -> list[Tensor] | None:
     ema = content.get("ema")
-    return ema.get("shadow_params") if isinstance(ema, dict) else None
+    shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
+    return shadows if isinstance(shadows, list) else None
 
 
-def _tokenizer(source: Path, name: str | None, facts: dict):
-    """The one that is named, or that lies beside the weights; with the padding that training had."""
+def tokenizer_of(folder: Path):
+    """The one in an export or a public folder; of an export with the padding that training had. UserError."""
+    AutoConfig.register("lomdm", LomdmConfig, exist_ok=True)  # or its config.json makes transformers complain
+    tokenizer = load_tokenizer(folder)
+    facts = _facts(folder)
+    if facts.get("model_type") == "lomdm" and facts.get("pad_token_id") is None:
+        tokenizer.pad_token = None  # to-hf names one, as a batch needs some
+    return tokenizer
+
+
+def _tokenizer(source: Path, name: str | None):
+    """The one that is named, or that lies beside the weights."""
     folder = source if source.is_dir() else source.parent
     if name is None and not (folder / "tokenizer.json").is_file():
         raise UserError(f"{source} has no tokenizer: name its own with --tokenizer, such as gpt2")
-    tokenizer = load_tokenizer(name or folder)
-    if name is None and "pad_token_id" in facts and facts["pad_token_id"] is None:
-        tokenizer.pad_token = None  # to-hf names one, as a batch needs some
-    return tokenizer
+    return load_tokenizer(name) if name else tokenizer_of(folder)
 
 
 def _config(source: Path, facts: dict, found: Found, tokenizer, overrides) -> Config:

@@ -115,7 +115,6 @@ def recognise(names: Iterable[str], facts: dict, asked: str, source) -> str:
 
 def read_public(layout: str, raw: Weights, shadows: list[Tensor] | None, facts: dict, source) -> Found:
     """A source under our names. Raises UserError where a tensor is unknown, or config.json says otherwise."""
-    kinds = {"raw": raw, "ema": raw if shadows is None else _averages(raw, shadows, source)}
     model = _sizes(raw.shapes, facts, source) | _heads(raw, facts, source)
     notes = list(NOTES[layout])
     if layout != "ar" and facts.get("time_conditioning", layout == "duo"):
@@ -126,7 +125,9 @@ def read_public(layout: str, raw: Weights, shadows: list[Tensor] | None, facts: 
         )
     if shadows is None:
         notes.append("it has one set of weights, which is both raw and ema here")
-    kinds = {kind: _renamed(weights, model, source) for kind, weights in kinds.items()}
+    raw_here = _renamed(raw, model, source)
+    ema = raw_here if shadows is None else _renamed(_averages(raw, shadows, source), model, source)
+    kinds = {"raw": raw_here, "ema": ema}
     return Found(layout, kinds, model, "ar" if layout == "ar" else "mdlm", PACKING[layout], notes)
 
 
@@ -134,7 +135,7 @@ def _averages(raw: Weights, shadows: list[Tensor], source) -> Weights:
     """Lightning's averages have no names: they are in the order of the parameters."""
     names = [name for name in raw.shapes if name not in BUFFERS]
     shapes = [raw.shapes[name] for name in names]
-    if [tuple(tensor.shape) for tensor in shadows] != shapes:
+    if [tuple(tensor.shape) for tensor in shadows if isinstance(tensor, Tensor)] != shapes:
         raise UserError(f"{source}: its ema.shadow_params are not those of the {len(names)} parameters")
     return of_tensors(dict(zip(names, shadows, strict=True)))
 
@@ -149,8 +150,11 @@ def _sizes(shapes: dict[str, tuple], facts: dict, source) -> dict:
     for ours, theirs in {"vocab_size": "vocab_size", "width": "hidden_dim", "blocks": "n_blocks"}.items():
         if facts.get(theirs, sizes[ours]) != sizes[ours]:
             raise UserError(f"{source}: config.json says {theirs} {facts[theirs]}, its tensors {sizes[ours]}")
-    if "model_length" in facts:
-        sizes["length"] = facts["model_length"]
+    sizes |= {
+        ours: facts[key]
+        for ours, key in {"length": "model_length", "dropout": "dropout"}.items()
+        if key in facts
+    }
     return {"condition_width": DEFAULT_CONDITION} | sizes
 
 
@@ -167,7 +171,7 @@ def _heads(raw: Weights, facts: dict, source) -> dict:
         return {"heads": facts["n_heads"]} if "n_heads" in facts else {}
     found, width = raw.read(ROTARY), raw.shapes[f"{PREFIX}vocab_embed.embedding"][1]
     expected = 10_000 ** -(torch.arange(len(found)) / len(found))
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+    if found.dim() != 1 or not len(found) or not torch.allclose(found, expected, rtol=1e-4):
         raise UserError(f"{source}: {ROTARY} is not of base 10,000, the only one here")
     heads = width // (2 * len(found))
     if facts.get("n_heads", heads) != heads:

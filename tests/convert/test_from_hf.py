@@ -10,7 +10,8 @@ import yaml
 
 from lomdm_dist.cli import main
 from lomdm_dist.config import load_config
-from lomdm_dist.convert.checkpoint import read_tensor
+from lomdm_dist.convert.checkpoint import read_tensor, seal
+from lomdm_dist.data.tokenizer import describe, load_tokenizer
 from lomdm_dist.errors import UserError
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import open_inputs
@@ -62,6 +63,21 @@ def test_an_export_comes_back_bit_for_bit(trip):
     assert back.state.data.packing == "packed" and not back.has_moments and back.state.step == 0
     result = json.loads((trip / "json").read_text())
     assert result["layout"] == "lomdm" and result["max_parameter_difference"] == 0
+
+
+def test_a_tokenizer_without_padding_comes_back_without(trip, tmp_path):
+    """As GPT-2's. An export names a padding token, for a batch needs some; with it, data would be refused."""
+    shutil.copytree(trip / "start", tmp_path / "start")
+    tokenizer = load_tokenizer(tmp_path / "start/tokenizer")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "start/tokenizer")
+    state = Checkpoint(trip / "start").state
+    data = state.data.model_copy(update={"tokenizer": describe(tokenizer)})
+    seal(tmp_path / "start", state.model_copy(update={"data": data}))
+    main(["convert", "to-hf", str(tmp_path / "start"), str(tmp_path / "export")])
+    main(["convert", "from-hf", str(tmp_path / "export"), str(tmp_path / "back")])
+    assert Checkpoint(tmp_path / "back").state.data.tokenizer == data.tokenizer
+    assert data.tokenizer.pad_id is None
 
 
 def test_its_weights_are_exported_as_they_came(trip, tmp_path):

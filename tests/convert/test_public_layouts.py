@@ -229,6 +229,7 @@ def test_hugging_face_form(layout, tmp_path, tokenizer, mask_id):
         ours = computed(tmp_path / "out", kind, tokens)
         same_logits(ours, reference(tensors, tokens, causal), mask_id)
     config = Checkpoint(tmp_path / "out").config
+    assert config.model.dropout == 0.1
     assert config.objective.name == ("ar" if causal else "mdlm")
     assert (config.model.length, config.model.heads) == (LENGTH, HEADS)
     notes = " ".join(result["notes"])
@@ -313,6 +314,9 @@ def test_averages_that_are_not_of_the_parameters(tmp_path, tokenizer, capsys):
     source = write_lightning(tmp_path / "last.ckpt", raw, ema)
     options = ["--layout", "mdlm", "--tokenizer", tokenizer, "model.length=12"]
     assert "shadow_params" in mistake(source, *options, capsys=capsys)
+    raw["teacher.weight"] = torch.zeros(2)
+    source = write_lightning(tmp_path / "more.ckpt", raw, draw("mdlm"))
+    assert "no place for teacher.weight" in mistake(source, *options, capsys=capsys)
 
 
 def test_what_a_file_does_not_say_is_asked_for(tmp_path, tokenizer, capsys):
@@ -322,6 +326,7 @@ def test_what_a_file_does_not_say_is_asked_for(tmp_path, tokenizer, capsys):
     blocks = write_lightning(tmp_path / "blocks.ckpt", draw("bd3lm without adaLN"), None)
     assert "BD3LM's or its AR" in mistake(blocks, "--tokenizer", tokenizer, capsys=capsys)
     assert "--tokenizer" in mistake(source, "--layout", "mdlm", capsys=capsys)
+    assert "is no export of to-hf" in mistake(source, "--layout", "lomdm", capsys=capsys)
     options = ["--layout", "mdlm", "--tokenizer", tokenizer]
     assert "model.length=NUMBER" in mistake(source, *options, capsys=capsys)
     del tensors["backbone.rotary_emb.inv_freq"]
