@@ -21,6 +21,7 @@ setup(
     install_requires=[
         "deepspeed",
         "fsspec",
+        "huggingface_hub",
         "megatron-core",
         "numpy",
         "psutil",

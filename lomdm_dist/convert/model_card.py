@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from lomdm_dist.config import Config, Source
-from lomdm_dist.data.shards import ShardSet
+from lomdm_dist.config import Config
+from lomdm_dist.data.reader import open_reader
+from lomdm_dist.data.shards import Manifest
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate.report import results_of
 from lomdm_dist.train.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bo
         f"{config.model.width}, {config.model.heads} heads; vocabulary {config.model.vocab_size:,}",
         "weights": f"{WEIGHTS[weights]}, saved as {checks['dtype']}",
         "sequences": f"{config.model.length} tokens; {PACKING[state.data.packing]}",
-        "data": "; ".join(_source(source, state.data.packing) for source in config.data.train),
+        "data": _data(checkpoint),
         "data identity": f"`{state.data.identity}` (sha256 of the sequences in their order)",
         "trained": f"{state.step:,} steps, {state.sequences:,} sequences, {state.tokens:,} tokens seen",
         "recipe": _recipe(config),
@@ -36,7 +37,8 @@ def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bo
         "checked": _checks(checks),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    front = FRONT.format(task="text-generation" if causal else "fill-mask", objective=config.objective.name)
+    task, kind = ("text-generation", "autoregressive") if causal else ("fill-mask", "masked-diffusion")
+    front = FRONT.format(task=task, kind=kind, objective=config.objective.name)
     what = "An autoregressive language model" if causal else "A masked diffusion language model"
     use = (USE_CAUSAL if causal else USE).replace("NAME", name)
     return f"{front}\n# {what}\n\n| | |\n|---|---|\n{table}\n\n## {_bound(bound, causal)}\n\n{use}\n{LIMITS}"
@@ -59,19 +61,34 @@ def _objective(config: Config) -> str:
     return f"{objective.name}: {words}" + (f" ({settings})" if settings else "")
 
 
-def _source(source: Source, packing: str) -> str:
-    """What a source of the training data says of itself, where it is at hand; never where it lies."""
-    name = "a pipe" if source.path.startswith("pipe:") else Path(source.path).name
-    if not Path(source.path).is_dir():
-        return f"`{name}`, {packing}; it was not at hand when this card was written"
+def _data(checkpoint: Checkpoint) -> str:
+    """What the sources of the training data say of themselves, if they are at hand; not where they lie."""
+    config, told = checkpoint.config, []
+    manifests = _manifests(checkpoint)
+    for k, source in enumerate(config.data.train):
+        text = "`a pipe`" if source.path.startswith("pipe:") else f"`{Path(source.path).name}`"
+        if len(config.data.train) > 1:
+            text += f" (weight {source.weight:g})"
+        if manifests:
+            text += (
+                f": recipe {manifests[k].recipe}, official split {manifests[k].official_split}, "
+                f"{manifests[k].documents:,} documents, {manifests[k].sequences:,} sequences"
+            )
+        told.append(text)
+    return "; ".join(told) + ("" if manifests else "; not at hand when this card was written")
+
+
+def _manifests(checkpoint: Checkpoint) -> list[Manifest]:
+    """Of the very data that the checkpoint was trained on; none where they are elsewhere, or others now."""
+    config = checkpoint.config
+    if not all(Path(source.path).is_dir() for source in config.data.train):
+        return []
     try:
-        manifest = ShardSet(source.path).manifest
+        reader = open_reader(config.data, config.train.seed)
     except UserError:
-        return f"`{name}`, {packing}; it was damaged when this card was written"
-    return (
-        f"`{name}`: recipe {manifest.recipe}, official split {manifest.official_split}, "
-        f"{manifest.documents:,} documents, {manifest.sequences:,} sequences, {manifest.packing}"
-    )
+        return []
+    same = reader.identity() == checkpoint.state.data.identity
+    return [source.manifest for source in reader.sources] if same else []
 
 
 def _recipe(config: Config) -> str:
@@ -116,7 +133,10 @@ def _bound(bound: dict | None, causal: bool) -> str:
     if bound is None:
         return f"{title}\n\nNot measured for this export."
     told = dict(bound["convention"])
-    data = f"split {told['split']} of {told['source']}, identity `{told['identity'][:16]}`"
+    told["bound"] = (
+        told["bound"].partition(";")[0].partition(", which")[0]
+    )  # the rest is of the result's keys
+    data = f"split {told['split']} (recipe and official split {told['source']}; `{told['identity'][:16]}`)"
     shown = ("preset", "bound", "time", "denominator", "pieces", "document_eos", "draws", "seed", "weights")
     convention = "; ".join(f"{key} {told[key]}" for key in shown if told.get(key) is not None)
     kind = "exact" if causal else "an upper bound: compare it with other bounds only"
@@ -132,7 +152,7 @@ FRONT = """\
 library_name: transformers
 pipeline_tag: {task}
 tags:
-- masked-diffusion
+- {kind}
 - {objective}
 ---
 """

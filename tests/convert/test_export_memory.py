@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 def make_checkpoint(folder: Path, config_name: str, overrides: list[str] = ()) -> int:
     """A checkpoint (ema only) of a config, which no process ever holds. Returns its parameters.
 
-    Each parameter is one random row, over and over: DCP copies such a view when it writes it, one by one.
+    Each parameter is one random row, over and over: DCP copies such a view when it writes its file.
     """
     config = load_config(ROOT / f"configs/{config_name}.yaml", overrides)
     with torch.device("meta"):
@@ -39,7 +39,8 @@ def make_checkpoint(folder: Path, config_name: str, overrides: list[str] = ()) -
         f"ema/{name}": (0.05 * torch.randn(layout.shape[-1:], generator=generator)).expand(layout.shape)
         for name, layout in layouts.items()
     }
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)  # or it keeps what a file holds
+    dcp.save(state, storage_writer=writer, no_dist=True)
     tokenizer = make_tokenizer(config.model.vocab_size, config.model.mask_id)
     tokenizer.save_pretrained(folder / "tokenizer")
     config.save(folder / "config.yaml")

@@ -50,3 +50,7 @@ def test_the_loss_is_that_of_one_process_and_no_padding_is_exported(gpt2_sized, 
     with safe_open(tmp_path / "export/model.safetensors", "pt") as exported:
         rows = {name: exported.get_slice(name).get_shape()[0] for name in exported.keys()}  # noqa: SIM118
     assert rows["backbone.output.weight"] == rows["backbone.embedding.weight"] == VOCABULARY
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert len(tokenizer) == config["vocab_size"] == VOCABULARY and config["tie_word_embeddings"] is False
+    assert tokenizer.mask_token_id == config["mask_token_id"]

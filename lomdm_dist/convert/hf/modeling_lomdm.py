@@ -349,9 +349,7 @@ class LomdmPreTrainedModel(PreTrainedModel):
         length = self.config.max_position_embeddings if length is None else length
         given = torch.empty(1, 0) if prompt is None else torch.atleast_2d(torch.as_tensor(prompt))
         if given.shape[1] > length or min(length, num) < 1:
-            raise ValueError(
-                f"{num} texts of {length} tokens, for prompts of {given.shape[1]} ids, cannot be"
-            )
+            raise ValueError(f"{num} texts of {length} tokens after {given.shape[1]} given ones cannot be")
         z = torch.full((len(given), length), self.config.mask_token_id, device=self.device)
         z[:, : given.shape[1]] = given.to(self.device)
         return z.repeat_interleave(num, dim=0)
@@ -390,15 +388,9 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         masked = input_ids == self.config.mask_token_id
         masked = masked if valid is None else masked & valid
         if labels is not None:
-            chosen = masked & (labels != -100)
-            loss = F.cross_entropy(logits[chosen], labels[chosen], reduction="sum") / chosen.sum().clamp(
-                min=1
-            )
+            loss = mean_cross_entropy(logits, labels, masked & (labels != -100))
         if self.token_exponents is not None:
-            means = logits[masked].softmax(dim=1).double() @ self.token_exponents()
-            reverse = PowerSchedule(
-                torch.ones_like(logits[..., 0], dtype=means.dtype).masked_scatter(masked, means)
-            )
+            reverse = PowerSchedule(self._mean_exponents(logits[masked], masked))
         exponents = reverse.exponent.expand(input_ids.shape) if isinstance(reverse, PowerSchedule) else None
         if self.config.subs if subs is None else subs:
             copies = torch.full_like(logits, -torch.inf).scatter(2, input_ids[..., None], 0.0)
@@ -444,46 +436,48 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         over the set, divided by its tokens (all but padding), is its nll_per_token. exp of that is an upper
         bound on the perplexity.
         """
-        valid, (count, length) = _valid(attention_mask), input_ids.shape
-        numbers = torch.arange(first_index, first_index + count)
-        total = first_index + count if total is None else total
-        schedule = self.order(input_ids, attention_mask)
-        text = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
-        bound = torch.zeros(count, dtype=torch.float64, device=input_ids.device)
+        x, valid, (count, length) = input_ids, _valid(attention_mask), input_ids.shape
+        numbers, total = torch.arange(first_index, first_index + count), total or first_index + count
+        schedule = self.order(x, attention_mask)
+        text = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
+        bound = torch.zeros(count, dtype=torch.float64, device=x.device)
         for draw in range(draws):
-            uniforms = keyed_uniforms(seed, EVALUATE, draw, numbers, 2 + length)
-            turn = int(keyed_uniforms(seed, STRATA, 0, [0], 1) * total * draws)
-            uniforms[:, 0] = stratify(uniforms[:, 0], numbers * draws + draw + turn, total * draws)
-            time, masks = uniforms.to(input_ids.device).split([2, length], dim=1)
+            uniforms = evaluation_noise(seed, draw, draws, numbers, total, length)
+            time, masks = uniforms.to(x.device).split([2, length], dim=1)
             t, position, mass = pinned_time(schedule, time, text)
-            masked = (masks < schedule.mask_prob(t)) & text | torch.zeros_like(text).scatter(
-                1, position, True
-            )
-            rate = torch.where(masked, schedule.velocity(t), 0.0).sum(dim=1)
-            bound += (
-                mass / rate * self._integrand(input_ids, valid, masked, schedule, t) / draws
-            )  # 1 / density
+            pinned = torch.zeros_like(text).scatter(1, position, True)
+            masked = (masks < schedule.mask_prob(t)) & text | pinned
+            density = torch.where(masked, schedule.velocity(t), 0.0).sum(dim=1) / mass  # of t and the masks
+            bound += self._integrand(x, valid, masked, schedule, t) / density
             if isinstance(schedule, PolynomialSchedule):
-                bound += self._jumps(input_ids, valid, text, schedule, masks) / draws
-        return bound
+                bound += self._jumps(x, valid, text, schedule, masks)
+        return bound / draws
 
     def _integrand(self, x: Tensor, valid: Tensor | None, masked: Tensor, schedule, t: Tensor) -> Tensor:
-        """sum over masked i of A_i CE_i + A_i log(A_i / hatA_i) - (A_i - hatA_i): [B]. For GenMD4 hatA is the
-        mean of the tokens' A, CE that of p w / <w, p>, and it is the sum of A_i CE_i - A_i + hatA_i."""
+        """sum over masked i of A_i CE_i + A_i log(A_i / hatA_i) - (A_i - hatA_i): [B].
+
+        GenMD4: hatA is the mean of the tokens' A, the CE is that of p w / <w, p>; it all comes to the sum of
+        A_i CE_i - A_i + hatA_i with the CE of p.
+        """
         ce, reverse, logits = self._cross_entropy(x, valid, masked)
         velocity = schedule.velocity(t).expand(x.shape)
-        terms = velocity * ce
         if self.token_exponents is not None:
-            means = logits.softmax(dim=1).double() @ self.token_exponents()
-            terms = terms - velocity + torch.zeros_like(ce).masked_scatter(masked, means) / t[:, None]
+            terms = velocity * ce - velocity + self._mean_exponents(logits, masked) / t[:, None]
         else:
             hat = reverse.velocity(t)
-            terms = terms + velocity * (velocity.log() - hat.log()) - (velocity - hat)
+            terms = velocity * ce + velocity * (velocity.log() - hat.log()) - (velocity - hat)
         return torch.where(masked, terms, 0.0).sum(dim=1)
 
+    def _mean_exponents(self, logits: Tensor, masked: Tensor) -> Tensor:
+        """GenMD4: by the logits [N, V] of the masked positions; 1 elsewhere: [B, L], float64."""
+        means = logits.softmax(dim=1).double() @ self.token_exponents()
+        return means.new_ones(masked.shape).masked_scatter(masked, means)
+
     def _jumps(self, x: Tensor, valid: Tensor | None, text: Tensor, schedule, uniforms: Tensor) -> Tensor:
-        """The bound of what lies beyond the ends of a polynomial: the share that is clean at time 1 already,
-        drawn from all masks, and what is masked at time 0 still: [B]."""
+        """The bound of what lies beyond the ends of a polynomial: [B].
+
+        At time 1 a little is clean already, paid for from all masks; at time 0 what is still masked is drawn.
+        """
         start = torch.zeros(len(x), dtype=torch.float64, device=x.device)
         clean = 1 - schedule.mask_prob(start + 1)
         left = (uniforms < schedule.mask_prob(start)) & text
@@ -496,11 +490,7 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         features, reverse, condition = self._see(z, valid, _documents(self.config, x))
         logits = self.backbone.output(features[masked], condition)
         ce = F.cross_entropy(logits, x[masked], reduction="none").double()
-        return (
-            torch.zeros(x.shape, dtype=ce.dtype, device=x.device).masked_scatter(masked, ce),
-            reverse,
-            logits,
-        )
+        return ce.new_zeros(x.shape).masked_scatter(masked, ce), reverse, logits
 
     @torch.no_grad()
     def generate(
@@ -554,14 +544,7 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         return self.generate(None, steps or length, 1.0, 1.0, seed, num, length)
 
     def _step(
-        self,
-        seen: tuple,
-        masked: Tensor,
-        k: int,
-        steps: int,
-        uniforms: Tensor,
-        top_p: float,
-        temperature: float,
+        self, seen: tuple, masked: Tensor, k: int, steps: int, uniforms: Tensor, top_p: float, heat: float
     ) -> tuple[Tensor, Tensor]:
         """Step k, from time t to s: what it reveals, [B, L] bool, and the logits [n, V] of its tokens.
 
@@ -574,7 +557,7 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
 
         def logits_of(positions: Tensor) -> Tensor:
             logits = self.backbone.output(features[positions], condition)
-            return restrict(logits, top_p, temperature, self.config.never_token_ids)
+            return restrict(logits, top_p, heat, self.config.never_token_ids)
 
         if self.token_exponents is None:
             prob = 1 - reverse.mask_prob(s) / (1 if k == 0 else reverse.mask_prob(t))
@@ -623,9 +606,7 @@ class LomdmForCausalLM(LomdmPreTrainedModel, GenerationMixin):
         """
         logits, loss = self._next(input_ids, _valid(attention_mask)), None
         if labels is not None:
-            chosen = labels != -100
-            loss = F.cross_entropy(logits[:, :-1][chosen], labels[chosen], reduction="sum")
-            loss = loss / chosen.sum().clamp(min=1)
+            loss = mean_cross_entropy(logits[:, :-1], labels, labels != -100)
         return self._outcome(LomdmOutput(loss=loss, logits=logits[:, 1:]), return_dict)
 
     def prepare_inputs_for_generation(
@@ -675,6 +656,12 @@ class LomdmForCausalLM(LomdmPreTrainedModel, GenerationMixin):
         return self.backbone.output(self.backbone(tokens, context), context[0])
 
 
+def mean_cross_entropy(logits: Tensor, labels: Tensor, chosen: Tensor) -> Tensor:
+    """Over the chosen positions [B, L]; 0 where there is none, which a batch of short texts may have."""
+    total = F.cross_entropy(logits[chosen], labels[chosen], reduction="sum")
+    return total / chosen.sum().clamp(min=1)
+
+
 def _valid(attention_mask: Tensor | None) -> Tensor | None:
     return None if attention_mask is None else attention_mask.bool()
 
@@ -698,6 +685,17 @@ def keyed_uniforms(seed: int, purpose: int, step: int, indices: Iterable[int], c
         bits = np.random.Philox(key=key, counter=[0, step, int(index), 0])
         rows.append(np.random.Generator(bits).random(count))
     return torch.from_numpy(np.stack(rows))
+
+
+def evaluation_noise(seed: int, draw: int, draws: int, numbers: Tensor, total: int, length: int) -> Tensor:
+    """Uniforms [B, 2 + length] of one draw for texts `numbers` [B] of `total`: time, position, masks.
+
+    The times of all draws of all texts are stratified together, turned by the seed.
+    """
+    uniforms = keyed_uniforms(seed, EVALUATE, draw, numbers, 2 + length)
+    turn = int(keyed_uniforms(seed, STRATA, 0, [0], 1) * total * draws)
+    uniforms[:, 0] = stratify(uniforms[:, 0], numbers * draws + draw + turn, total * draws)
+    return uniforms
 
 
 def stratify(uniforms: Tensor, indices: Tensor, batch: int) -> Tensor:
