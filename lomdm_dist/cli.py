@@ -21,6 +21,8 @@ from lomdm_dist.commands import (
     bench,
     checkpoint,
     convert,
+    convert_diff,
+    convert_from_hf,
     eval_gen_ppl,
     eval_order,
     eval_ppl,
@@ -154,7 +156,10 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))
-    add("to-hf", convert, "export a checkpoint", group("convert", "to Hugging Face", "DIRECTION"))
+    conversions = group("convert", "to and from Hugging Face", "WHAT")
+    add("to-hf", convert, "export a checkpoint", conversions)
+    add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
+    add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("plan", plan, "how to train on so many GPUs, and what it takes")
     return parser
 

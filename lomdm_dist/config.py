@@ -276,6 +276,8 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice.
 
+    start_from   a checkpoint whose averaged weights (ema) a new run starts with, at step 0, with a new
+                 optimiser: of the same backbone, and of any objective; heads that it has not start fresh
     micro_batch  sequences of a rank at a time. Here and in the next two, `auto` is what the planner chooses
                  for the devices at hand
     two_samples  the two masked samples go through the network one after the other (`split`, half the
@@ -288,6 +290,7 @@ class TrainConfig(Section):
     """
 
     run: Path
+    start_from: Path | None = None
     steps: Positive
     global_batch: Positive
     micro_batch: PositiveOrAuto
@@ -629,6 +632,11 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         raise UserError(f"config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"config {path} holds no sections (model:, data:, train:, ...)")
+    return make_config(values, overrides, path)
+
+
+def make_config(values: dict, overrides: list[str] | tuple[str, ...], source: str | Path) -> Config:
+    """Of plain values, changed by `overrides`; `source` says in a UserError where they are from."""
     _switch_objective(values, overrides)
     changed = [_apply(values, override) for override in overrides]
     try:
@@ -636,7 +644,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     except ValidationError as error:
         problems = "; ".join(_say_all(error.errors()))
         blamed = f" with {' '.join(changed)}" if changed else ""
-        raise UserError(f"{path}{blamed}: {problems}") from None
+        raise UserError(f"{source}{blamed}: {problems}") from None
 
 
 def _switch_objective(values: dict, overrides: list[str] | tuple[str, ...]) -> None:

@@ -3,7 +3,7 @@
 import math
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,11 @@ import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from tqdm import tqdm
 
 from lomdm_dist.errors import UserError
@@ -38,6 +42,11 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
     checkpoint.read({name: tensor})
     return tensor
+
+
+def as_used(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A checkpoint keeps q, k and v apart, [3, D, D]; networks, and other files, have them as [3 D, D]."""
+    return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape
 
 
 # Inspect.
@@ -219,20 +228,15 @@ def convert(path: Path, out: Path, weights_only: bool = False) -> Contents:
     """Write a checkpoint, or a run's latest, of either format, as one of format 2 with one file of weights.
 
     weights_only leaves out AdamW's moments: the result cannot be resumed. Both are verified, the result
-    before it gets its name, so OUT is whole or absent. All that is written is in memory at one time, as DCP
-    wants it: 16 bytes a parameter, of weights only 8. Raises UserError.
+    before it gets its name, so OUT is whole or absent. One tensor is in memory at a time. Raises UserError.
     """
     check_new(out)
     source = verify(path).checkpoint
     shapes = source.shapes()
     kinds = (*WEIGHTS, *MOMENTS) if source.has_moments and not weights_only else WEIGHTS
-    state = {
-        f"{kind}/{name}": read_tensor(source, f"{kind}/{name}").view(shape)
-        for kind in kinds
-        for name, shape in shapes.items()
-    }
+    wanted = {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
     with new_folder(out) as partial:
-        _save(state, partial)
+        save_tensors(partial, wanted, lambda name: read_tensor(source, name).view(wanted[name]))
         shutil.copy(source.folder / "config.yaml", partial)
         shutil.copytree(source.folder / "tokenizer", partial / "tokenizer")
         seal(partial, source.state.model_copy(update={"format": 2}))
@@ -240,11 +244,24 @@ def convert(path: Path, out: Path, weights_only: bool = False) -> Contents:
     return inspect(out)
 
 
-def _save(state: dict[str, Tensor], folder: Path) -> None:
+class _OneAtATime(dcp.DefaultSavePlanner):
+    """DCP is told of tensors on the meta device; each is read when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]):
+        super().__init__()
+        self.read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.read(index.fqn)
+
+
+def save_tensors(folder: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[str], Tensor]) -> None:
+    """Write float32 tensors of these names into one file, in DCP's form; `read` gives each. UserError."""
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that it writes in one process: meant so
-            dcp.save(state, checkpoint_id=folder, no_dist=True)
+            dcp.save(state, checkpoint_id=folder, planner=_OneAtATime(read), no_dist=True)
     except CheckpointException as error:  # no Exception; it wraps all, such as a full disk or Ctrl-C
         raise error.failures[0][0] from None
 

@@ -188,7 +188,9 @@ def _public(config: Config) -> Config:
     data = config.data
     train = [source.model_copy(update={"path": named(source.path)}) for source in data.train]
     data = data.model_copy(update={"train": train, "valid": named(data.valid), "cache": None})
-    run = config.train.model_copy(update={"run": named(config.train.run)})
+    start = config.train.start_from
+    places = {"run": named(config.train.run), "start_from": None if start is None else named(start)}
+    run = config.train.model_copy(update=places)
     return config.model_copy(update={"data": data, "train": run})
 
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from lomdm_dist.config import load_config
+from lomdm_dist.config import Config, load_config
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
@@ -175,6 +175,16 @@ def _in_boxes(piece: Piece, tensor: Tensor, flat: bool) -> Tensor:
     return _InBoxes.of(tensor, layout, piece.start)
 
 
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of a config's model, by name, as format 2 has them."""
+    return {name: layout.shape for name, layout in whole_layouts(_model_without_memory(config)).items()}
+
+
+def _model_without_memory(config: Config) -> LoMDM:
+    with torch.device("meta"):
+        return LoMDM(config.model, config.objective, config.data.attend)
+
+
 def checkpoint_files(folder: Path) -> list[str]:
     """Names of all files of a checkpoint but state.json, below its folder, sorted."""
     paths = (path for path in folder.rglob("*") if path.is_file())
@@ -286,7 +296,7 @@ class Checkpoint:
 
     def build_model(self, kind: str = "ema") -> LoMDM:
         """The model in float32 on the CPU, in evaluation mode."""
-        model = self._model_without_memory().to_empty(device="cpu")
+        model = _model_without_memory(self.config).to_empty(device="cpu")
         pieces = whole_pieces(model)
         self.check_fits({f"{kind}/{piece.name}": len(piece.master) for piece in pieces}, kind)
         self.load_weights(pieces, kind)
@@ -294,11 +304,7 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters of the config's model, by name, as format 2 has them."""
-        return {name: layout.shape for name, layout in whole_layouts(self._model_without_memory()).items()}
-
-    def _model_without_memory(self) -> LoMDM:
-        with torch.device("meta"):
-            return LoMDM(self.config.model, self.config.objective, self.config.data.attend)
+        return parameter_shapes(self.config)
 
     def check_fits(self, wanted: dict[str, int], kind: str) -> None:
         saved = {name: size for name, size in self._sizes.items() if name.startswith(f"{kind}/")}

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from lomdm_dist.data.shards import ShardSet, check_model_fits
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
 from lomdm_dist.parallel.grid import place_on_machine, rank, world_size
-from lomdm_dist.train.checkpoint import LATEST, Checkpoint
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint, parameter_shapes
 
 STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
+FIRST = 4  # differences that an error names
 LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
 
 
@@ -26,6 +28,7 @@ class Inputs:
     train: Reader
     valid: ShardSet
     resumed: Checkpoint | None
+    start: Checkpoint | None = None  # whose weights a new run starts with
 
 
 def open_inputs(config: Config, resume: str | None) -> Inputs:
@@ -44,7 +47,8 @@ def open_inputs(config: Config, resume: str | None) -> Inputs:
         raise error
     if first:
         open_tokenizer(train.first.tokenizer_folder(), train.first.tokenizer)
-    return Inputs(train, valid, _open_resumed(config, resume, train))
+    resumed = _open_resumed(config, resume, train)
+    return Inputs(train, valid, resumed, None if resumed else _open_start(config, train))
 
 
 def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoint | None:
@@ -85,13 +89,9 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> N
     if not checkpoint.has_moments:
         raise UserError(
             f"checkpoint {checkpoint.folder} holds weights only, without AdamW's moments: resume from the "
-            "checkpoint that it was made from"
+            "checkpoint that it was made from, or begin a run with these weights by train.start_from"
         )
-    if checkpoint.state.format == 1 and config.parallel.tensor_parallel > 1:
-        raise UserError(
-            f"checkpoint {checkpoint.folder} is of an older form, which tensor-parallel ranks cannot load: "
-            f"`lomdm checkpoint convert {checkpoint.folder} NEW` first"
-        )
+    _check_form(checkpoint, config)
     ours, theirs = config.as_dict(), checkpoint.config.as_dict()
     fixed = {
         "model": ours["model"].keys() - {"dropout", "dropout_rng"},
@@ -114,6 +114,50 @@ def _check_resumable(checkpoint: Checkpoint, config: Config, train: Reader) -> N
         )
     if different:
         raise UserError(f"checkpoint {checkpoint.folder} cannot continue as this run: {'; '.join(different)}")
+
+
+def _check_form(checkpoint: Checkpoint, config: Config) -> None:
+    if checkpoint.state.format == 1 and config.parallel.tensor_parallel > 1:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} is of an older form, which tensor-parallel ranks cannot load: "
+            f"`lomdm checkpoint convert {checkpoint.folder} NEW` first"
+        )
+
+
+def _open_start(config: Config, train: Reader) -> Checkpoint | None:
+    """`train.start_from`. UserError where a part that both have, the backbone or a head, differs."""
+    if config.train.start_from is None:
+        return None
+    start = Checkpoint(config.train.start_from)
+    _check_form(start, config)
+    theirs, ours = start.shapes(), parameter_shapes(config)
+    shared = parts_of(theirs) & parts_of(ours)
+    different = [
+        f"{name} is {_shape(theirs.get(name))} there, {_shape(ours.get(name))} here"
+        for name in dict.fromkeys([*theirs, *ours])
+        if theirs.get(name) != ours.get(name) and parts_of([name]) <= shared
+    ]
+    for key in ("heads", "mask_id"):  # which no shape shows
+        there, here = getattr(start.config.model, key), getattr(config.model, key)
+        different += [] if there == here else [f"model.{key} is {there} there, {here} here"]
+    if start.state.data.tokenizer != train.first.tokenizer:
+        different.append("the tokenizer of the shards is another")
+    if different:
+        some = "; ".join(different[:FIRST]) + ("; ..." if len(different) > FIRST else "")
+        raise UserError(
+            f"train.start_from: checkpoint {start.folder} is of another model ({len(different)} differences: "
+            f"{some})"
+        )
+    return start
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """`backbone`, and the heads `phi`, `psi` or `token_exponents`, of parameters of these names."""
+    return {name.partition(".")[0] for name in names}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager

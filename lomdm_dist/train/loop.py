@@ -24,14 +24,15 @@ from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
+from lomdm_dist.parallel.layout import Piece
 from lomdm_dist.parallel.optimizer import set_learning_rates
 from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch
 from lomdm_dist.secrets import say
 from lomdm_dist.study.plan import Plan, calibrate
 from lomdm_dist.train.bad_steps import Found, describe, first_bad_gradient, first_bad_weight, write_down
-from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress
+from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
 from lomdm_dist.train.fit import fit, probe, wanted
-from lomdm_dist.train.inputs import Inputs, open_inputs, run_lock
+from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, Stopwatch, memory_gib, probe_speed, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
 from lomdm_dist.train.saver import Saver
@@ -107,6 +108,7 @@ class Run:
         self.losses: deque[float] = deque(maxlen=KNOWN_LOSSES)
         self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
+        self.start = inputs.start
         self.share = self.accumulation * config.train.micro_batch  # sequences of this rank in a step
         self.batches = self._stream()
         if grid.first:
@@ -121,13 +123,20 @@ class Run:
         if inputs.resumed:
             self.engine.fill(partial(inputs.resumed.load_weights, kind="raw"))
         else:
-            self.engine.fill(partial(blueprint.draw, seed=config.train.seed))
+            self.engine.fill(partial(self._new_weights, blueprint))
         self.average = WeightAverage(self.engine.pieces, config.optim.ema_decay)
         if inputs.resumed:
             inputs.resumed.load_engine(self.engine, self.average)
         if plan:
             self._plan_again(plan)
         self.saver = Saver(self.config, self._data_facts(), tokenizer, grid, self.reporter.say)
+
+    def _new_weights(self, blueprint: Blueprint, pieces: list[Piece]) -> None:
+        """Those of the seed, but for what `train.start_from` has."""
+        blueprint.draw(pieces, self.config.train.seed)
+        if self.start is not None:
+            known = self.start.shapes()
+            self.start.load_weights([piece for piece in pieces if piece.name in known], kind="ema")
 
     def _stream(self) -> Iterator[Rows]:
         """This rank's part of each global batch from here on."""
@@ -517,8 +526,14 @@ class Run:
             f"{_engine_in_words(self.config)}, {self.grid.device.type} x {world_size()}; "
             f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
             f"x micro-batch {train.micro_batch}; {self.kernels}; {len(self.data):,} sequences; "
-            f"from step {self.progress.step}"
+            f"from step {self.progress.step}{self._origin()}"
         )
+
+    def _origin(self) -> str:
+        if self.start is None:
+            return ""
+        new = sorted(parts_of(parameter_shapes(self.config)) - parts_of(self.start.shapes()))
+        return f" with the averaged weights of {self.start.folder}; new: {', '.join(new) or 'nothing'}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
