@@ -196,7 +196,7 @@ def test_a_shard_of_objects_is_no_shard(data, mark):
 def test_unfinished_work_with_objects_is_damaged(tmp_path, tiny_data, mark):
     np.savez(tmp_path / STATE, facts=objects(mark))
     with pytest.raises(DamagedWork, match="allow_pickle=False"):
-        Work(tmp_path, ["train"], 16, "packed", 1.0, ShardSet(tiny_data / "train").tokenizer)
+        Work(tmp_path, ["train"], 16, "packed", 1.0, ShardSet(tiny_data / "train").tokenizer, (0, 0))
     assert not mark.exists()
 
 
