@@ -1,6 +1,7 @@
 """Folders and files that are whole or absent, and checks of where results go."""
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -9,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 from lomdm_dist.errors import UserError
+
+FULL = 2**20  # bytes: a disk with less room than that is full
 
 
 def sha256(path: Path) -> str:
@@ -67,6 +70,10 @@ def new_folder(out: Path):
         if out.exists():
             out.rmdir()
         partial.rename(out)
+    except Exception as error:  # of the libraries that write there, which do not all say why
+        if shutil.disk_usage(partial).free < FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

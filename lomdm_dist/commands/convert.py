@@ -42,6 +42,8 @@ def _to_hf(options) -> None:
     how = options.weights, options.dtype, options.max_shard_gb, options.check
     result = to_hf(checkpoint, options.out, *how, _bound(options, checkpoint))
     print(f"exported {checkpoint.folder} to {options.out}: {_say(result)}")
+    for missing in result["card_lacks"]:
+        print(f"note: the model card has no {missing}")
     machine.write_result(options.json, result, checkpoint.config.as_dict())
 
 

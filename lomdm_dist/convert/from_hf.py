@@ -17,11 +17,12 @@ from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.public import FIRST, Found, read_public, recognise, their_name
 from lomdm_dist.convert.weights import of_tensors, open_torch, open_weights, state_dict
 from lomdm_dist.data.tokenizer import describe, load_tokenizer
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import UserError, first_line
 from lomdm_dist.files import check_new, new_folder
 from lomdm_dist.train.checkpoint import WEIGHTS, Checkpoint, DataFacts, State, parameter_shapes
 
 CONFIG = "config.yaml"  # of an export of ours
+PACKINGS = ("packed", "wrapped", "padded")
 UNKNOWN = "not-known"  # stands in the config for what no public checkpoint says
 WANTED = {"length": "tokens a sequence", "heads": "attention heads"}
 
@@ -47,6 +48,8 @@ def from_hf(
     config = _config(source, facts, found, tokens, overrides)
     shapes = _checked_shapes(found, config, source)
     packing = packing or found.packing
+    if packing not in PACKINGS:
+        raise UserError(f"{source}: config.json has packing {packing!r}; known are {', '.join(PACKINGS)}")
     data = DataFacts(tokenizer=describe(tokens), packing=packing, identity=f"imported, {found.layout}")
 
     def read(name: str) -> Tensor:
@@ -80,8 +83,8 @@ def _facts(source: Path) -> dict:
         return {}
     try:
         facts = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {first_line(error)}") from None
     return facts if isinstance(facts, dict) else {}
 
 
@@ -90,7 +93,7 @@ def _find(source: Path, facts: dict, layout: str) -> Found:
     shadows = None
     if source.is_file() and source.suffix != ".safetensors":
         content = open_torch(source)
-        weights, shadows = of_tensors(state_dict(content, source)), _shadows(content)
+        weights, shadows = of_tensors(state_dict(content, source), source), _shadows(content, source)
     else:
         weights = open_weights(source)
     ours = facts.get("model_type") == "lomdm" or "backbone.embedding.weight" in weights.shapes
@@ -101,16 +104,23 @@ def _find(source: Path, facts: dict, layout: str) -> Found:
     return read_public(recognise(weights.shapes, facts, layout, source), weights, shadows, facts, source)
 
 
-def _shadows(content: dict) -> list[Tensor] | None:
-    ema = content.get("ema")
-    shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
-    return shadows if isinstance(shadows, list) else None
+def _shadows(content: dict, source: Path) -> list[Tensor] | None:
+    """Lightning's averages; None where it has none. UserError where they are none."""
+    if content.get("ema") is None or isinstance(content["ema"], Tensor):
+        return None
+    shadows = content["ema"].get("shadow_params") if isinstance(content["ema"], dict) else None
+    if not isinstance(shadows, list):
+        raise UserError(f"{source}: its `ema` holds no list shadow_params of averaged weights")
+    return shadows
 
 
 def tokenizer_of(folder: Path):
     """The one in an export or a public folder; of an export with the padding that training had. UserError."""
     AutoConfig.register("lomdm", LomdmConfig, exist_ok=True)  # or its config.json makes transformers complain
     tokenizer = load_tokenizer(folder)
+    # transformers saves with a tokenizer how it was last called: no part of what it is
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     facts = _facts(folder)
     if facts.get("model_type") == "lomdm" and facts.get("pad_token_id") is None:
         tokenizer.pad_token = None  # to-hf names one, as a batch needs some
@@ -132,8 +142,7 @@ def _config(source: Path, facts: dict, found: Found, tokenizer, overrides) -> Co
             raise UserError(f"{source} has no {CONFIG}: put that of the export which it was made from there")
         config = load_config(source / CONFIG, overrides)
         _check_tokenizer(tokenizer, config.model.vocab_size, config.model.mask_id, source)
-        if facts.get("num_attention_heads", config.model.heads) != config.model.heads:
-            raise UserError(f"{source}: config.json has other attention heads than {CONFIG}")
+        _check_facts(source, facts, config)
         return config
     _check_tokenizer(tokenizer, found.model["vocab_size"], tokenizer.mask_token_id, source)
     given = {override.partition("=")[0] for override in overrides}
@@ -147,6 +156,27 @@ def _config(source: Path, facts: dict, found: Found, tokenizer, overrides) -> Co
         "train": {"run": UNKNOWN, "steps": 1, "global_batch": 1, "micro_batch": 1},
     }
     return make_config(values, overrides, source)
+
+
+def _check_facts(source: Path, facts: dict, config: Config) -> None:
+    """UserError where an export's config.json, which `transformers` reads, contradicts its config.yaml."""
+    model, objective = config.model, config.objective
+    ours = {
+        "num_attention_heads": model.heads,
+        "mask_token_id": model.mask_id,
+        "max_position_embeddings": model.length,
+        "attend": config.data.attend,
+        "objective": objective.name,
+    } | objective.model_dump(
+        mode="json", include={"c1", "c2", "normalize", "head", "schedule", "order", "block"}
+    )
+    wrong = [
+        f"{key} {facts[key]!r}, not {value!r}"
+        for key, value in ours.items()
+        if facts.get(key, value) != value
+    ]
+    if wrong:
+        raise UserError(f"{source}: config.json has {'; '.join(wrong)} as {CONFIG} has")
 
 
 def _check_tokenizer(tokenizer, vocab_size: int, mask_id: int, source: Path) -> None:

@@ -16,10 +16,17 @@ PACKING = {
 }
 WEIGHTS = {"ema": "average over the steps (ema)", "raw": "of the last step (raw)"}
 
+IMPORTED = "imported"  # how the identity of data begins that are not known (from_hf.py)
 
-def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bound: dict | None) -> str:
-    """Markdown with YAML in front. bound: a result of `lomdm eval ppl`, by default one of this step and these
-    weights that lies with the run; without any the card says that it was not measured."""
+
+def model_card(
+    checkpoint: Checkpoint, weights: str, name: str, checks: dict, bound: dict | None
+) -> tuple[str, list[str]]:
+    """Markdown with YAML in front; and what it lacks, with the way to it.
+
+    bound: a result of `lomdm eval ppl`, by default one of this step and these weights that lies with the run;
+    without any the card says that it was not measured.
+    """
     config, state = checkpoint.config, checkpoint.state
     causal = config.objective.name == "ar"
     bound = bound or _measured(checkpoint, weights)
@@ -31,7 +38,7 @@ def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bo
         "sequences": f"{config.model.length} tokens; {PACKING[state.data.packing]}",
         "data": _data(checkpoint),
         "data identity": f"`{state.data.identity}` (sha256 of the sequences in their order)",
-        "trained": f"{state.step:,} steps, {state.sequences:,} sequences, {state.tokens:,} tokens seen",
+        "trained": _trained(checkpoint),
         "recipe": _recipe(config),
         "versions": ", ".join(f"{package} {version}" for package, version in state.versions.items()),
         "checked": _checks(checks),
@@ -41,7 +48,28 @@ def model_card(checkpoint: Checkpoint, weights: str, name: str, checks: dict, bo
     front = FRONT.format(task=task, kind=kind, objective=config.objective.name)
     what = "An autoregressive language model" if causal else "A masked diffusion language model"
     use = (USE_CAUSAL if causal else USE).replace("NAME", name)
-    return f"{front}\n# {what}\n\n| | |\n|---|---|\n{table}\n\n## {_bound(bound, causal)}\n\n{use}\n{LIMITS}"
+    lacks = [] if bound else [LACKS_BOUND.format(weights=weights)]
+    lacks += [] if _manifests(checkpoint) else [LACKS_DATA]
+    table = f"| | |\n|---|---|\n{table}"
+    return f"{front}\n# {what}\n\n{table}\n\n## {_bound(bound, causal)}\n\n{use}{LIMITS}", lacks
+
+
+LACKS_BOUND = (
+    "bound: give --data SHARDS, or write `lomdm eval ppl` of this step's {weights} weights into RUN/ppl.json"
+)
+LACKS_DATA = "facts of the data: they are not where the run's config says, seen from this folder"
+
+
+def _trained(checkpoint: Checkpoint) -> str:
+    state, start = checkpoint.state, checkpoint.config.train.start_from
+    if state.data.identity.startswith(IMPORTED):
+        return "weights that were imported: what they were trained on, and how, is not known here"
+    text = f"{state.step:,} steps, {state.sequences:,} sequences, {state.tokens:,} tokens seen"
+    if start is not None:
+        text += (
+            f", begun with the weights of `{Path(start).name}`, whose own training is not in these numbers"
+        )
+    return text
 
 
 def _objective(config: Config) -> str:
@@ -181,7 +209,8 @@ print(tokenizer.decode(model.generate([prompt], length=len(prompt), top_p=0.9)[0
 - `model.order_exponents(input_ids)`: those of a clean text; larger is generated earlier.
 - `model.nelbo(input_ids, attention_mask, draws=8)`: the bound on -log p(x), in nats a sequence. exp(sum of
   the bounds / number of tokens) is an upper bound on the perplexity; compare it with other bounds only.
-- `model.generate(prompt, steps, top_p, temperature, seed)`: text i depends on the seed and i alone.
+- `model.generate(prompt, steps, top_p, temperature, seed)`: text i depends on the seed (0 unless given) and i
+  alone.
 - `pipeline("fill-mask", ...)` and `Trainer` work as with other masked models; the loss counts masked
   positions only.
 
@@ -201,8 +230,9 @@ print(tokenizer.batch_decode(model.sample(num=2, seed=0)))
 ```
 
 `model(input_ids, labels=input_ids)` is that of other causal models, but the first token counts, too: it is
-predicted from the mask token, which the model itself puts in front. `generate` is that of `transformers`;
-it keeps no cache. `model.nelbo(input_ids)` is -log p(x), exact, in nats a sequence.
+predicted from the mask token, which the model itself puts in front. `generate` is that of `transformers`,
+needs a prompt and keeps no cache; `sample` takes one too, `model.sample(num=2, prompt=ids, top_p=0.9)`.
+`model.nelbo(input_ids)` is -log p(x), exact, in nats a sequence.
 
 Texts were encoded without special tokens but EOS: `tokenizer(text, add_special_tokens=False)`.
 """
@@ -212,5 +242,6 @@ LIMITS = """
 
 It was trained to predict text of the data above, and on nothing else: it follows no instructions, may say
 what is false or harmful, and repeats the biases of its data. Longer texts than those of training it has
-never seen.
+never seen. Not filled in by the export, and for whoever shares it to say: the language of the data, where
+they come from, what they may be used for, and a licence.
 """

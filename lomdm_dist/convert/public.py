@@ -137,7 +137,7 @@ def _averages(raw: Weights, shadows: list[Tensor], source) -> Weights:
     shapes = [raw.shapes[name] for name in names]
     if [tuple(tensor.shape) for tensor in shadows if isinstance(tensor, Tensor)] != shapes:
         raise UserError(f"{source}: its ema.shadow_params are not those of the {len(names)} parameters")
-    return of_tensors(dict(zip(names, shadows, strict=True)))
+    return of_tensors(dict(zip(names, shadows, strict=True)), source)
 
 
 def _sizes(shapes: dict[str, tuple], facts: dict, source) -> dict:
@@ -170,10 +170,12 @@ def _heads(raw: Weights, facts: dict, source) -> dict:
     if ROTARY not in raw.shapes:
         return {"heads": facts["n_heads"]} if "n_heads" in facts else {}
     found, width = raw.read(ROTARY), raw.shapes[f"{PREFIX}vocab_embed.embedding"][1]
-    expected = 10_000 ** -(torch.arange(len(found)) / len(found))
-    if found.dim() != 1 or not len(found) or not torch.allclose(found, expected, rtol=1e-4):
-        raise UserError(f"{source}: {ROTARY} is not of base 10,000, the only one here")
-    heads = width // (2 * len(found))
+    count = found.numel()
+    expected = 10_000 ** -(torch.arange(count) / max(count, 1))
+    fits = found.dim() == 1 and count and width % (2 * count) == 0
+    if not fits or not torch.allclose(found, expected, rtol=1e-4):
+        raise UserError(f"{source}: {ROTARY} is not that of whole heads, of base 10,000, the only one here")
+    heads = width // (2 * count)
     if facts.get("n_heads", heads) != heads:
         raise UserError(f"{source}: config.json says n_heads {facts['n_heads']}, {ROTARY} means {heads}")
     return {"heads": heads}

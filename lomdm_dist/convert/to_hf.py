@@ -25,6 +25,7 @@ from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.model_card import model_card
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.data.tokenizer import not_text
+from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_new, new_folder
 from lomdm_dist.model.lomdm import permutation_of
 from lomdm_dist.train.checkpoint import Checkpoint
@@ -70,7 +71,7 @@ def to_hf(
         result = {"checked": check, "parameters": parameters, "files": files, "dtype": dtype}
         if expected is not None:
             result |= compare(expected, checkpoint, partial)
-        card = model_card(checkpoint, weights, out.resolve().name, result, bound)
+        card, result["card_lacks"] = model_card(checkpoint, weights, out.resolve().name, result, bound)
         (partial / "README.md").write_text(card)
     return result
 
@@ -120,7 +121,12 @@ def hf_config(checkpoint: Checkpoint) -> LomdmConfig:
 
 def _read(checkpoint: Checkpoint, weights: str, name: str, like: Tensor) -> Tensor:
     """A parameter in the shape and the dtype of `like`."""
-    return read_tensor(checkpoint, f"{weights}/{name}").view(like.shape).to(like.dtype)
+    tensor = read_tensor(checkpoint, f"{weights}/{name}")
+    if not tensor.isfinite().all():
+        raise UserError(
+            f"{weights}/{name} of checkpoint {checkpoint.folder} holds a number that is not finite"
+        )
+    return tensor.view(like.shape).to(like.dtype)
 
 
 def _write_weights(

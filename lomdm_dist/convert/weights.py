@@ -12,12 +12,16 @@ from torch import Tensor
 from lomdm_dist.errors import UserError, first_line
 
 ONE_FILE = ("model.safetensors", "pytorch_model.bin")  # of a folder in Hugging Face's form
+EXACT = (torch.float32, torch.bfloat16, torch.float16)  # float32 holds all their numbers
 INDEX = ".index.json"  # beside these names: of weights in several files
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Names and shapes, in the order of the file, and how one of the tensors is read: as float32."""
+    """Names and shapes, in the order of the file, and how one of the tensors is read: as float32.
+
+    Reading raises UserError where a tensor is of a dtype that float32 does not hold exactly, or not finite.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
@@ -61,7 +65,7 @@ def _joined(parts: list[Weights], folder: Path) -> Weights:
 def _open_file(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    return of_tensors(state_dict(open_torch(path), path))
+    return of_tensors(state_dict(open_torch(path), path), path)
 
 
 def _open_safetensors(path: Path) -> Weights:
@@ -70,12 +74,24 @@ def _open_safetensors(path: Path) -> Weights:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}") from None
-    return Weights(shapes, lambda name: file.get_tensor(name).float())
+    return Weights(shapes, lambda name: _exactly(file.get_tensor(name), name, path))
 
 
-def of_tensors(tensors: dict[str, Tensor]) -> Weights:
+def _exactly(tensor: Tensor, name: str, path: Path) -> Tensor:
+    if tensor.dtype not in EXACT:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{path}: {name} is {kind}; weights of {', '.join(str(d).removeprefix('torch.') for d in EXACT)} "
+            "are read, others would be changed"
+        )
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{path}: {name} holds a number that is not finite")
+    return tensor.float()
+
+
+def of_tensors(tensors: dict[str, Tensor], path: Path) -> Weights:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Weights(shapes, lambda name: tensors[name].float())
+    return Weights(shapes, lambda name: _exactly(tensors[name], name, path))
 
 
 class _Inert:
@@ -110,7 +126,12 @@ def open_torch(path: Path):
 
 def _reason(error: Exception) -> str:
     """What torch's reader says, without its advice to read the file unsafely."""
-    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    text = str(error)
+    if "eights only load failed" in text or "weights_only" in text:
+        text = (
+            text.partition("WeightsUnpickler error:")[2]
+            or "it names code to be run, or is of torch's old form"
+        )
     return first_line(ValueError(text))
 
 

@@ -329,5 +329,8 @@ class Checkpoint:
                 reader = SafeReader(self.folder, self.metadata)
                 dcp.load(state, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
+            failed = [found for found, _ in getattr(error, "failures", {}).values()]
+            if any(isinstance(found, KeyboardInterrupt) for found in failed):  # it wraps that as well
+                raise KeyboardInterrupt from None
             lines = str(error).strip().splitlines()
             self.damaged(lines[-1] if lines else type(error).__name__)

@@ -137,6 +137,10 @@ class Run:
         if self.start is not None:
             known = self.start.shapes()
             self.start.load_weights([piece for piece in pieces if piece.name in known], kind="ema")
+            if bad := first_bad_weight(pieces):
+                raise UserError(
+                    f"train.start_from: {bad} of {self.start.folder} holds a number that is not finite"
+                )
 
     def _stream(self) -> Iterator[Rows]:
         """This rank's part of each global batch from here on."""

@@ -355,7 +355,7 @@ def test_another_rotary_base_or_tokenizer_is_refused(tmp_path, tokenizer, capsys
     tensors = draw("mdlm")
     tensors["backbone.rotary_emb.inv_freq"] **= 1.1
     source = write_hf(tmp_path / "rotary", "mdlm", tensors)
-    assert "is not of base 10,000" in mistake(source, "--tokenizer", tokenizer, capsys=capsys)
+    assert "of base 10,000, the only one here" in mistake(source, "--tokenizer", tokenizer, capsys=capsys)
     tensors = draw("mdlm")
     tensors["backbone.vocab_embed.embedding"] = torch.zeros(400, WIDTH)
     source = write_hf(tmp_path / "rows", "mdlm", tensors, vocab_size=400)

@@ -87,7 +87,7 @@ for name, model in models.items():
     found["padded_bound"] = bound(model, padded_x, padded_mask)
     if name == "ar":
         found["samples"] = model.sample({SAMPLES}, seed={SEED})
-        found["prompted"] = model.sample(2, 12, {SEED}, prompt=x[:2, :5], top_p=0.8, temperature=0.7)
+        found["prompted"] = model.sample(2, 12, seed={SEED}, prompt=x[:2, :5], top_p=0.8, temperature=0.7)
     else:
         found["samples"] = model.sample({SAMPLES}, steps={STEPS}, seed={SEED})
         found["prompted"] = model.generate(z[:2, :12], {STEPS}, 0.8, 0.7, {SEED}, num=2, length=14)

@@ -350,6 +350,14 @@ class LomdmPreTrainedModel(PreTrainedModel):
         given = torch.empty(1, 0) if prompt is None else torch.atleast_2d(torch.as_tensor(prompt))
         if given.shape[1] > length or min(length, num) < 1:
             raise ValueError(f"{num} texts of {length} tokens after {given.shape[1]} given ones cannot be")
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{length} tokens: the model was trained at {self.config.max_position_embeddings}"
+            )
+        if given.numel() and (
+            given.is_floating_point() or not 0 <= given.min() <= given.max() < self.config.vocab_size
+        ):
+            raise ValueError(f"a prompt holds ids from 0 to {self.config.vocab_size - 1}")
         z = torch.full((len(given), length), self.config.mask_token_id, device=self.device)
         z[:, : given.shape[1]] = given.to(self.device)
         return z.repeat_interleave(num, dim=0)
@@ -436,6 +444,8 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         over the set, divided by its tokens (all but padding), is its nll_per_token. exp of that is an upper
         bound on the perplexity.
         """
+        if draws < 1:
+            raise ValueError(f"draws {draws}: give 1 or more")
         x, valid, (count, length) = input_ids, _valid(attention_mask), input_ids.shape
         numbers, total = torch.arange(first_index, first_index + count), total or first_index + count
         schedule = self.order(x, attention_mask)
@@ -516,7 +526,8 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
         z = self._start(prompt, num, length)
         steps = self._chosen("steps", steps, z.shape[1])
         top_p, temperature = self._chosen("top_p", top_p, 1.0), self._chosen("temperature", temperature, 1.0)
-        if steps < 1 or not 0 < top_p <= 1 or not temperature > 0:
+        whole = isinstance(steps, int) and steps >= 1
+        if not whole or not 0 < top_p <= 1 or not 0 < temperature < math.inf:
             raise ValueError(f"steps {steps}, top_p {top_p} or temperature {temperature} is out of range")
         seen = None  # holds until something is revealed: the network does not see the time
         for k in range(steps):
@@ -541,7 +552,7 @@ class LomdmForMaskedLM(LomdmPreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """Draw `num` texts from the model as it is: `generate` without a prompt, top_p and temperature 1."""
         length = self.config.max_position_embeddings if length is None else length
-        return self.generate(None, steps or length, 1.0, 1.0, seed, num, length)
+        return self.generate(None, length if steps is None else steps, 1.0, 1.0, seed, num, length)
 
     def _step(
         self, seen: tuple, masked: Tensor, k: int, steps: int, uniforms: Tensor, top_p: float, heat: float
@@ -628,6 +639,7 @@ class LomdmForCausalLM(LomdmPreTrainedModel, GenerationMixin):
         self,
         num: int = 1,
         length: int | None = None,
+        *,
         seed: int = 0,
         prompt: Tensor | None = None,
         top_p: float = 1.0,
