@@ -1,8 +1,10 @@
 import json
 import math
+import shutil
 
 import pytest
 import torch
+import yaml
 
 from lomdm_dist.cli import main
 from lomdm_dist.config import SamplerConfig, load_config
@@ -12,8 +14,8 @@ from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import reverse_step
 from lomdm_dist.sample.look import Look
 from lomdm_dist.sample.tokens import draw_tokens, restrict
-from lomdm_dist.train.checkpoint import Checkpoint
-from tests.tiny import randomize, tiny_config, train_tiny
+from lomdm_dist.train.checkpoint import Checkpoint, find_checkpoint
+from tests.tiny import randomize
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +181,11 @@ def test_mistakes_are_one_line(trained_run, capsys, options, message):
 
 
 @pytest.mark.parametrize("objective", [{"name": "mdlm"}, {"name": "lomdm", "schedule": "polynomial"}])
-def test_a_pace_is_refused_where_there_is_none(objective, tiny_data, tmp_path, capsys):
+def test_a_pace_is_refused_where_there_is_none(objective, trained_run, tmp_path, capsys):
     """c1 and c2 would be ignored: of a polynomial, or of an order without exponents."""
-    config = tiny_config(tiny_data, tmp_path / "run", objective)
-    config["train"]["steps"] = 1
+    folder = shutil.copytree(find_checkpoint(trained_run.run), tmp_path / "step-8")
+    config = yaml.safe_load((folder / "config.yaml").read_text()) | {"objective": objective}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))  # read before its checksum is
     with pytest.raises(SystemExit):
-        main(["sample", "--checkpoint", str(train_tiny(config)), "objective.c2=0"])
+        main(["sample", "--checkpoint", str(folder), "objective.c2=0"])
     assert "only lomdm's exponents have c1 and c2" in capsys.readouterr().err

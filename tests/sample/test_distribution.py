@@ -117,7 +117,9 @@ def test_samples_have_the_exact_distribution(name, count, steps):
     assert chi_square_p(draw(others, 20_000, 50), exact) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["mdlm", "lomdm", "genmd4", "blocks"])
+@pytest.mark.parametrize(
+    "name", ["lomdm", "genmd4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mdlm", "blocks"))]
+)
 @pytest.mark.parametrize(
     ("settings", "start"),
     [
