@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from lomdm_dist.commands.common import checkpoint_options, device, only, positive, processes
-from lomdm_dist.commands.eval_ppl import open_shards
+from lomdm_dist.commands.eval_ppl import data_of, open_shards, settings
 from lomdm_dist.errors import UserError
 
 LIMIT, NUM, LENGTH = 1000, 256, 128  # the last two are the paper's
@@ -153,9 +153,7 @@ def _convention(shards, config, length: int, steps: int, result: dict, options) 
     from lomdm_dist.evaluate.order import FEWEST, LEAST
     from lomdm_dist.evaluate.speech import RULE
 
-    manifest = shards.manifest
     return {
-        "objective": config.objective.model_dump(mode="json"),
         "correlations": (
             "Pearson, over the masked positions of a text, then the mean over texts and its standard error; "
             f"a text needs {FEWEST} masked positions whose values differ; of several draws of a text the mean"
@@ -171,16 +169,9 @@ def _convention(shards, config, length: int, steps: int, result: dict, options) 
         "tagger": result["tagger"],
         "samples": {"num": options.num, "length": length, "steps": steps},
         "sampler": config.sampler.model_dump(mode="json"),
-        "data": str(shards),
-        "packing": manifest.packing,
-        "split": manifest.split,
-        "source": f"{manifest.recipe}: {manifest.official_split}",
-        "identity": manifest.identity,
         "sequences": min(len(shards), options.limit),
-        "draws": options.draws,
-        "seed": options.seed,
-        "weights": options.weights,
-        "dtype": "float32",
+        **data_of(shards),
+        **settings(options, config),
     }
 
 

@@ -48,8 +48,9 @@ def _zero_shot(options) -> None:
         missing = [name for name in options.sets or ZERO_SHOT_SETS if name not in files]
         if not files or (missing and options.sets):
             raise UserError(f"no files of {', '.join(missing)} in {' '.join(options.input)}")
-        model, first = checkpoint.build_model(options.weights).to(device(grid)), grid is None or grid.first
-        found, texts = {}, {name: _read(name, files[name], options, checkpoint) for name in files}
+        tokenizer, first = checkpoint.tokenizer(), grid is None or grid.first
+        found, texts = {}, {name: _read(name, files[name], options, checkpoint, tokenizer) for name in files}
+        model = checkpoint.build_model(options.weights).to(device(grid))
         for name, (pieces, about) in texts.items():
             found[name] = bound_of(pieces, model, checkpoint, options, grid, name) | about
             if first:
@@ -67,12 +68,12 @@ def _zero_shot(options) -> None:
             machine.write_result(options.json, result, config)
 
 
-def _read(name: str, files, options, checkpoint) -> tuple:
+def _read(name: str, files, options, checkpoint, tokenizer) -> tuple:
     """The sequences of a set, and what there is to say of them. UserError."""
     from lomdm_dist.evaluate.conventions import PRESETS, pieces_of_documents
     from lomdm_dist.evaluate.zero_shot import encoded_documents
 
-    preset, tokenizer = PRESETS[options.preset], checkpoint.tokenizer()
+    preset = PRESETS[options.preset]
     documents = list(encoded_documents(name, files, tokenizer))
     packing, length = checkpoint.state.data.packing, checkpoint.config.model.length
     pieces = pieces_of_documents(documents, preset, packing, length, tokenizer)

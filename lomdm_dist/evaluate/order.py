@@ -11,10 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.evaluate.perplexity import evaluation_noise
+from lomdm_dist.evaluate.perplexity import evaluation_noise, shared_out
 from lomdm_dist.evaluate.statistics import moments, ratio
 from lomdm_dist.model.bound import draw_masks
 from lomdm_dist.process import PowerSchedule
@@ -100,14 +99,9 @@ def over_sequences(
     progress: str | None = None,
 ) -> Tensor:
     """of_batch(model, numbers, x, valid) [B, width] of all sequences: [N, width], float64, on every rank."""
-    rank, size = (grid.data_rank, grid.data_size) if grid else (0, 1)
     device = grid.device if grid else next(model.parameters()).device
-    mine, found = np.arange(len(indices))[rank::size], torch.zeros(len(indices), width, dtype=torch.float64)
-    # every rank runs the same number of batches, an idle one among them where it has no more:
-    # a sharded model needs all ranks in each forward pass
-    rounds = math.ceil(math.ceil(len(indices) / size) / batch)
-    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
-        numbers = mine[k * batch : (k + 1) * batch]
+    found = torch.zeros(len(indices), width, dtype=torch.float64)
+    for numbers in shared_out(len(indices), batch, grid, progress):
         asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)
         x, valid = shards.batch(indices[asked], device)
         values = model(of_batch, asked, x, valid)

@@ -5,7 +5,7 @@ ranks; no sequence is counted twice or left out.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.conventions import Pieces
-from lomdm_dist.evaluate.statistics import exp, ratio
+from lomdm_dist.evaluate.statistics import exp, moments, ratio
 from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
@@ -109,14 +109,9 @@ def estimate_bound(
     remainder below the cut, the jumps of a polynomial) stand beside it. The standard error is over
     sequences and contains the noise of the draws; it is nan for a single sequence.
     """
-    rank, size, device = (grid.data_rank, grid.data_size, grid.device) if grid else (0, 1, _device(model))
-    mine = np.arange(len(indices))[rank::size]
-    # every rank runs the same number of batches, an empty one among them where it has no more:
-    # a sharded model needs all ranks in each forward pass
-    rounds = math.ceil(math.ceil(len(indices) / size) / batch)
+    device = grid.device if grid else _device(model)
     sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
-        numbers = mine[k * batch : (k + 1) * batch]
+    for numbers in shared_out(len(indices), batch, grid, progress):
         spare = not len(numbers)
         if spare:
             numbers = np.zeros(1, dtype=np.int64)
@@ -135,6 +130,19 @@ def estimate_bound(
     if grid:
         sums = grid.sum(sums)
     return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), config)
+
+
+def shared_out(count: int, batch: int, grid, progress: str | None) -> Iterator[np.ndarray]:
+    """The numbers of the sequences in each batch of this rank, of 0 .. count - 1.
+
+    Every rank has the same number of batches, an empty one among them where it has no more sequences: a
+    sharded model needs all ranks in each forward pass. `progress` names a progress bar.
+    """
+    rank, size = (grid.data_rank, grid.data_size) if grid else (0, 1)
+    mine = np.arange(count)[rank::size]
+    rounds = math.ceil(math.ceil(count / size) / batch)
+    for k in tqdm(range(rounds), desc=progress, disable=None if progress else True):
+        yield mine[k * batch : (k + 1) * batch]
 
 
 def evaluation_noise(
@@ -164,9 +172,8 @@ _SUMS = (
 
 
 def _moments(tokens, bound, above, below, jumps) -> Tensor:
-    terms = [torch.ones_like(bound), tokens, tokens**2, bound, bound**2, bound * tokens]
-    terms += [above, below, below**2, below * tokens, jumps]
-    return torch.stack([term.sum() for term in terms])
+    of_below = moments(below, tokens)[3:]
+    return torch.cat([moments(bound, tokens), above.sum()[None], of_below, jumps.sum()[None]])
 
 
 def _result(s: dict[str, float], config: Config) -> dict:
