@@ -45,6 +45,14 @@ def positive(options, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more")
 
 
+def length_of(options, most: int, usual: int | None = None) -> int:
+    """Tokens of a sample, by default `usual`, at most what the model was trained at. UserError."""
+    length = options.length or min(usual or most, most)
+    if length > most:
+        raise UserError(f"--length {length}: the model was trained at {most}")
+    return length
+
+
 @contextlib.contextmanager
 def processes():
     """The grid of the processes that a launcher started; None for one that was started plainly.

@@ -4,7 +4,15 @@ import argparse
 import json
 from pathlib import Path
 
-from lomdm_dist.commands.common import check_pace, checkpoint_options, device, only, positive, processes
+from lomdm_dist.commands.common import (
+    check_pace,
+    checkpoint_options,
+    device,
+    length_of,
+    only,
+    positive,
+    processes,
+)
 from lomdm_dist.errors import UserError
 
 STEPS = (128, 256, 512, 1024)  # the paper's
@@ -46,9 +54,7 @@ def _gen_ppl(options) -> None:
 
     _check(options)
     checkpoint = Checkpoint(options.checkpoint, check_pace(options.checkpoint, options.overrides))
-    length = options.length or checkpoint.config.model.length
-    if length > checkpoint.config.model.length:
-        raise UserError(f"--length {length}: the model was trained at {checkpoint.config.model.length}")
+    length = length_of(options, checkpoint.config.model.length)
     eos = options.eos or ("first" if options.paper else "all")
     if options.save_samples:
         check_writable(options.save_samples)

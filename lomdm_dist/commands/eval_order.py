@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lomdm_dist.commands.common import checkpoint_options, device, only, positive, processes
+from lomdm_dist.commands.common import checkpoint_options, device, length_of, only, positive, processes
 from lomdm_dist.commands.eval_ppl import data_of, open_shards, settings
 from lomdm_dist.errors import UserError
 
@@ -35,14 +35,14 @@ def _order(options) -> None:
     positive(options, "limit", "draws", "num", "length", "steps", "batch")
     checkpoint = Checkpoint(options.checkpoint, only(options.overrides, "sampler."))
     length, steps = _check(options, checkpoint.config)
-    shards = open_shards(options, checkpoint)
+    shards, tokenizer = open_shards(options, checkpoint), checkpoint.tokenizer()
     with processes() as grid:
         model = checkpoint.build_model(options.weights).to(device(grid))
-        result = _of_data(model, shards, checkpoint.tokenizer(), options, grid)
-        samples = _samples(model, checkpoint, length, steps, options, grid)
+        result = _of_data(model, shards, tokenizer, options, grid)
+        samples = _samples(model, checkpoint.config, tokenizer, length, steps, options, grid)
     if grid is not None and not grid.first:
         return
-    _add_samples(result, *samples, steps, checkpoint.tokenizer(), options)
+    _add_samples(result, *samples, steps, tokenizer, options)
     result["convention"] = _convention(shards, checkpoint.config, length, steps, result, options)
     print("\n\n".join(_tables(result, checkpoint.config, options)))
     machine.write_result(options.json, result, checkpoint.config.as_dict())
@@ -57,9 +57,7 @@ def _check(options, config) -> tuple[int, int]:
     """Length and steps of the samples. UserError before the work."""
     if config.objective.name == "ar":
         raise UserError(f"{options.checkpoint} is ar: it generates from left to right, one token a step")
-    length = options.length or min(LENGTH, config.model.length)
-    if length > config.model.length:
-        raise UserError(f"--length {length}: the model was trained at {config.model.length}")
+    length = length_of(options, config.model.length, LENGTH)
     if options.tagger:
         from lomdm_dist.evaluate.speech import find_tagger
 
@@ -110,15 +108,14 @@ def _plain(found) -> dict:
     return {time: {pair: value._asdict() for pair, value in pairs.items()} for time, pairs in found.items()}
 
 
-def _samples(model, checkpoint, length: int, steps: int, options, grid) -> tuple:
+def _samples(model, config, tokenizer, length: int, steps: int, options, grid) -> tuple:
     """Ids and steps of revelation of all samples, each [N, L]; shared out over the ranks."""
     import torch
 
     from lomdm_dist.data.tokenizer import not_text
     from lomdm_dist.sample import sample
 
-    config = checkpoint.config
-    never = not_text(checkpoint.tokenizer(), config.model.vocab_size)
+    never = not_text(tokenizer, config.model.vocab_size)
     rank, size = (grid.data_rank, grid.data_size) if grid else (0, 1)
     mine = torch.arange(options.num)[rank::size]
     drawn = [torch.empty(2, 0, length, dtype=torch.int64)]

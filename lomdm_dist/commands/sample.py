@@ -5,7 +5,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from lomdm_dist.commands.common import check_pace, checkpoint_options, device, only, positive
+from lomdm_dist.commands.common import check_pace, checkpoint_options, device, length_of, only, positive
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_writable, write_atomically
 
@@ -69,10 +69,7 @@ def _sample(options) -> None:
     of_all = [override for override in options.overrides if override.startswith("sampler.")]
     models = [_open(options.checkpoint, options.overrides)]
     models += [_open(path, [*of_all, *overrides]) for path, *overrides in options.beside]
-    longest = min(model.config.model.length for model in models)
-    length = options.length or longest
-    if length > longest:
-        raise UserError(f"--length {length}: the model was trained at {longest}")
+    length = length_of(options, min(model.config.model.length for model in models))
     given = [_starts(model, options, length) for model in models]
     drawn = [_draw(model, length, rows, options) for model, rows in zip(models, given, strict=True)]
     results = [_result(model, samples) for model, samples in zip(models, drawn, strict=True)]

@@ -15,6 +15,7 @@ from lomdm_dist.config import Config, load_config, make_config
 from lomdm_dist.convert.checkpoint import as_used, read_tensor, save_tensors, seal, verify
 from lomdm_dist.convert.hf.configuration_lomdm import LomdmConfig
 from lomdm_dist.convert.public import FIRST, Found, read_public, recognise, their_name
+from lomdm_dist.convert.to_hf import in_their_words
 from lomdm_dist.convert.weights import of_tensors, open_torch, open_weights, state_dict
 from lomdm_dist.data.tokenizer import describe, load_tokenizer
 from lomdm_dist.errors import UserError, first_line
@@ -160,19 +161,9 @@ def _config(source: Path, facts: dict, found: Found, tokenizer, overrides) -> Co
 
 def _check_facts(source: Path, facts: dict, config: Config) -> None:
     """UserError where an export's config.json, which `transformers` reads, contradicts its config.yaml."""
-    model, objective = config.model, config.objective
-    ours = {
-        "num_attention_heads": model.heads,
-        "mask_token_id": model.mask_id,
-        "max_position_embeddings": model.length,
-        "attend": config.data.attend,
-        "objective": objective.name,
-    } | objective.model_dump(
-        mode="json", include={"c1", "c2", "normalize", "head", "schedule", "order", "block"}
-    )
     wrong = [
         f"{key} {facts[key]!r}, not {value!r}"
-        for key, value in ours.items()
+        for key, value in in_their_words(config).items()
         if facts.get(key, value) != value
     ]
     if wrong:

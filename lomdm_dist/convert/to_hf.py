@@ -97,26 +97,32 @@ def _without_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMod
 def hf_config(checkpoint: Checkpoint) -> LomdmConfig:
     """All that the exported code needs to know; a permutation that was drawn is written out."""
     config, data = checkpoint.config, checkpoint.state.data
+    return LomdmConfig(
+        vocab_size=config.model.vocab_size,
+        pad_token_id=data.tokenizer.pad_id,
+        eos_token_id=data.tokenizer.eos_id,
+        never_token_ids=list(not_text(checkpoint.tokenizer(), config.model.vocab_size)),
+        hidden_size=config.model.width,
+        num_hidden_layers=config.model.blocks,
+        condition_width=config.model.condition_width,
+        packing=data.packing,
+        **in_their_words(config),
+    )
+
+
+def in_their_words(config: Config) -> dict:
+    """What config.yaml says, and the shapes of the weights do not, under the names of config.json."""
     model, objective = config.model, config.objective
     settings = objective.model_dump(exclude={"name", "time", "time_eps", "permutation_seed"})
     if isinstance(objective, WindowObjective) and objective.order == "permutation":
         settings["permutation"] = permutation_of(objective, model.length).tolist()
-    return LomdmConfig(
-        vocab_size=model.vocab_size,
-        mask_token_id=model.mask_id,
-        pad_token_id=data.tokenizer.pad_id,
-        eos_token_id=data.tokenizer.eos_id,
-        never_token_ids=list(not_text(checkpoint.tokenizer(), model.vocab_size)),
-        max_position_embeddings=model.length,
-        hidden_size=model.width,
-        num_hidden_layers=model.blocks,
-        num_attention_heads=model.heads,
-        condition_width=model.condition_width,
-        objective=objective.name,
-        packing=data.packing,
-        attend=config.data.attend,
-        **settings,
-    )
+    return settings | {
+        "mask_token_id": model.mask_id,
+        "max_position_embeddings": model.length,
+        "num_attention_heads": model.heads,
+        "objective": objective.name,
+        "attend": config.data.attend,
+    }
 
 
 def _read(checkpoint: Checkpoint, weights: str, name: str, like: Tensor) -> Tensor:
