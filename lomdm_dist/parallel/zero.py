@@ -71,7 +71,7 @@ class DeepSpeed:
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
     def _mark_reductions(self) -> None:
-        """ZeRO 0 and 1 reduce in one call of the step, 2 and 3 in hooks on the gradients and after the last."""
+        """ZeRO 0 and 1 reduce in one call of the step, 2 and 3 in hooks on the gradients, and after all."""
         marked, engine = phase("reduction"), self.engine
         engine.allreduce_gradients = marked(engine.allreduce_gradients)
         if self.stage > 1:
