@@ -32,7 +32,7 @@ class DeepSpeed:
         config: Config,
         grid: Grid,
     ):
-        deepspeed = _import_deepspeed(grid)
+        deepspeed = import_deepspeed(grid)
         self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
         self.clip = config.optim.clip
         self.local = self.stage < 2 and grid.tensor_size == 1
@@ -149,7 +149,8 @@ class DeepSpeed:
                 yield Piece(name, layout, 0, parameter.data.view(-1), flat)
 
 
-def _import_deepspeed(grid: Grid):
+def import_deepspeed(grid: Grid):
+    """The library, set up to be quiet and to compile nothing; once a process, it takes seconds."""
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
