@@ -22,19 +22,19 @@ from lomdm_dist.train.fit import wanted
 
 NAMED = 0.05  # of the seconds that more ranks cost: a part below this is not named
 CONVENTION = {
-    "step_seconds": "median of the steps without the clock, mean over the ranks; spread: half the distance of "
-    "the quartiles",
-    "phases": "seconds of a step by part, forward and backward, of as many steps with a clock that waits for "
-    "the device at each change, so that nothing overlaps: mean over their middle half and over the ranks. "
+    "step_seconds": "median of the steps without the clock, mean over the ranks; spread: half the distance "
+    "of the quartiles",
+    "phases": "seconds of a step by part, forward and backward, of as many steps with a clock that waits "
+    "for the device at each change, so that nothing overlaps: mean over their middle half and the ranks. "
     "Where a rank waits for others, the part that meets them has the wait",
     "flops": "matrix products of forward and backward (lomdm_dist/model/flops.py); the vocabulary's of the "
-    "positions that were projected in these steps; of causal attention what is needed; documents are not told "
-    "apart",
-    "mfu": "flops over step_seconds, ranks and the bf16 peak; of a CPU null, and share_of_matmul_rate is over "
-    "the speed of one large matrix product on one core",
+    "positions that were projected in these steps; of causal attention what is needed; of attention inside "
+    "documents all of the sequence's",
+    "mfu": "flops over step_seconds, ranks and the bf16 peak; of a CPU null, and share_of_matmul_rate is "
+    "over the speed of one large matrix product on one core",
     "tokens": "clean ones, without padding; a LoMDM step masks each twice",
-    "peak_memory_bytes": "the largest of any rank: of a GPU what torch had, of a CPU the growth of the process",
-    "efficiency": "tokens a second and device, over those of the same grid and micro-batch on the fewest ranks",
+    "peak_memory_bytes": "the largest of any rank: of a GPU what torch had, of a CPU the process's growth",
+    "efficiency": "tokens a second and device, over those of the same grid and micro-batch on fewest ranks",
 }
 
 
@@ -97,22 +97,13 @@ def check_settled(config) -> None:
         raise UserError(f"{' and '.join(left)} {'is' if len(left) == 1 else 'are'} auto: say what to measure")
 
 
-def measure_points(
-    points: list[Point], path: str, data: str, steps: int, warmup: int, say=print
-) -> list[dict]:
-    """A row a point, of those that fail with the error. RunFailed is left to whoever wants them all."""
+def measure_points(points: list[Point], path: str, data: str, steps: int, warmup: int) -> list[dict]:
+    """A row a point; that of one that fails says why."""
     rows = []
     for point in tqdm(points, desc="bench", disable=None):
         row = {"error": point.problem} if point.problem else _run(point, path, data, steps, warmup)
-        about = {
-            "name": point.name,
-            "series": point.series,
-            "overrides": list(point.overrides),
-            "ranks": point.ranks,
-        }
-        rows.append(about | row)
-        if rows[-1]["error"]:
-            say(f"{point.name}: {rows[-1]['error']}")
+        about = {"name": point.name, "series": point.series, "ranks": point.ranks}
+        rows.append(row | about | {"overrides": list(point.overrides)})
     _add_efficiencies(rows)
     return rows
 
