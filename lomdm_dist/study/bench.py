@@ -160,7 +160,7 @@ def floors(config: Config, rows: list[Row], sequences: int, device: torch.device
         "lomdm, all logits / mdlm, all logits": ("lomdm, all logits", "mdlm, all logits"),
     }
     pairs = {name: both for name, both in pairs.items() if set(both) <= set(of)}
-    expected = {case.name: _model_flops(config, case) for case in cases(device) if case.name in of}
+    expected = {c.name: _model_flops(config, c, sequences) for c in cases(device) if c.name in of}
     rate = matmul_rate(config, device)
     return {
         "ratios": {
@@ -200,9 +200,9 @@ def _changed(config: Config, case: Case, sequences: int) -> Config:
     return Config.model_validate(values)
 
 
-def _model_flops(config: Config, case: Case) -> float:
+def _model_flops(config: Config, case: Case, sequences: int) -> float:
     """Of one masked sequence through the denoiser: what it needs, expected over the masks."""
-    changed = _changed(config, case, 2)
+    changed = _changed(config, case, sequences)
     flops = step_flops_a_sequence(changed, every_position=changed.kernels.loss == "plain")
     return flops / changed.objective.samples
 

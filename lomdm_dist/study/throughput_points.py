@@ -193,35 +193,47 @@ def _lost(row: dict) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Tokens a second over ranks, beside ideal scaling; and the seconds of each row's step by part."""
+    """Tokens a second over ranks, beside ideal scaling; below, the seconds of each row's step by part."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     good = [row for row in rows if not row["error"]]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12, max(4.0, 0.4 * len(good) + 2)), width_ratios=(2, 3)
-    )
-    for series in dict.fromkeys(row["series"] for row in good):
-        own = sorted((row for row in good if row["series"] == series), key=lambda row: row["ranks"])
-        ranks, speed = [row["ranks"] for row in own], [row["tokens_per_second"] for row in own]
-        line = left.plot(ranks, speed, "o-", label=series)[0]
-        left.plot(ranks, [speed[0] * n / ranks[0] for n in ranks], "--", color=line.get_color(), alpha=0.4)
-    left.set(xlabel="ranks", ylabel="tokens/s (dashed: ideal)", ylim=(0, None))
-    left.set_xticks(sorted({row["ranks"] for row in good}))
-    left.legend(frameon=False, fontsize="small")
-    start = [0.0] * len(good)
-    for name, colour in zip((*PHASES, OTHER), pyplot.get_cmap("tab10").colors, strict=True):
-        parts = [row["phases"].get(name, 0.0) for row in good]
-        if any(parts):
-            right.barh([row["name"] for row in good], parts, left=start, color=colour, label=name)
-            start = [a + b for a, b in zip(start, parts, strict=True)]
-    right.plot(
-        [row["step_seconds"] for row in good], [row["name"] for row in good], "k|", ms=14, label="step"
-    )
-    right.invert_yaxis()
-    right.set_xlabel("seconds a step, by part; |: without the clock")
-    right.legend(frameon=False, fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    bars = 0.45 * len(good) + 1
+    figure, (above, below) = pyplot.subplots(2, figsize=(9, 4.5 + bars), height_ratios=(3, bars))
+    _draw_speeds(above, good)
+    _draw_parts(below, good)
     figure.tight_layout()
     write_figure(figure, path, dpi=150)
+
+
+def _draw_speeds(axes, rows: list[dict]) -> None:
+    for series in dict.fromkeys(row["series"] for row in rows):
+        own = sorted((row for row in rows if row["series"] == series), key=lambda row: row["ranks"])
+        ranks, speed = [row["ranks"] for row in own], [row["tokens_per_second"] for row in own]
+        line = axes.plot(ranks, speed, "o-", label=_short(series))[0]
+        axes.plot(ranks, [speed[0] * n / ranks[0] for n in ranks], "--", color=line.get_color(), alpha=0.4)
+    axes.set(xlabel="ranks", ylabel="tokens/s (dashed: ideal)", ylim=(0, None))
+    axes.set_xticks(sorted({row["ranks"] for row in rows}))
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _draw_parts(axes, rows: list[dict]) -> None:
+    from matplotlib import pyplot
+
+    names, start = [_short(row["name"]) for row in rows], [0.0] * len(rows)
+    for part, colour in zip((*PHASES, OTHER), pyplot.get_cmap("tab10").colors, strict=True):
+        seconds = [row["phases"].get(part, 0.0) for row in rows]
+        if any(seconds):
+            axes.barh(names, seconds, left=start, color=colour, label=part)
+            start = [before + more for before, more in zip(start, seconds, strict=True)]
+    axes.plot([row["step_seconds"] for row in rows], names, "k|", markersize=14, label="without the clock")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, by part")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _short(name: str) -> str:
+    """For a picture: keys without their section, a line for the grid."""
+    return name.replace("parallel.", "").replace(", micro-batch", "\nmicro-batch")
