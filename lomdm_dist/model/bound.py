@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.model.lomdm import LoMDM
+from lomdm_dist.ops.phase import backward_from, phase
 from lomdm_dist.process import corrupt, draw_pinned, draw_time, nelbo_integrand, pinned_weight
 
 
@@ -78,20 +79,23 @@ def estimate(
     if outputs is not None and model.token_exponents is None:
         outputs = outputs.repeat(n, 1, 1)
     z, masked, weight = draw.z.flatten(0, 1), draw.masked.flatten(0, 1), draw.weight.flatten()[:, None]
-    velocity = model.schedule(outputs, x, valid).velocity(t).expand(x.shape)
+    with phase("loss"):
+        velocity = model.schedule(outputs, x, valid).velocity(t).expand(x.shape)
     keys = None if dropout is None else dropout.flatten()
     of_exponents = (None, None)
     if model.token_exponents is not None:
         of_exponents = outputs, (weight / t[:, None]).expand(-1, length)
     ce, reverse, total, _ = model.denoise(z, x, masked, valid, keys, weight * velocity, *of_exponents)
-    if model.token_exponents is not None:
-        # the total is that of A CE + <w, p> / t; in the bound's terms the CE is of p w / <w, p>
-        total = total - (weight * torch.where(masked, velocity, 0.0)).sum()
-        w = outputs.detach().to(torch.float64)
-        ce = ce - w[x].log() + reverse.exponent.log()
-        main, divergence = nelbo_integrand(ce, masked, velocity.detach(), reverse.velocity(t))
-    else:
-        main, divergence = nelbo_integrand(ce, masked, velocity, reverse.velocity(t))
-        total = total + (weight[:, 0] * divergence).sum()
-    main, divergence = ((weight[:, 0] * part).detach().view(n, -1) for part in (main, divergence))
+    with phase("loss"):
+        if model.token_exponents is not None:
+            # the total is that of A CE + <w, p> / t; in the bound's terms the CE is of p w / <w, p>
+            total = total - (weight * torch.where(masked, velocity, 0.0)).sum()
+            w = outputs.detach().to(torch.float64)
+            ce = ce - w[x].log() + reverse.exponent.log()
+            main, divergence = nelbo_integrand(ce, masked, velocity.detach(), reverse.velocity(t))
+        else:
+            main, divergence = nelbo_integrand(ce, masked, velocity, reverse.velocity(t))
+            total = total + (weight[:, 0] * divergence).sum()
+        main, divergence = ((weight[:, 0] * part).detach().view(n, -1) for part in (main, divergence))
+        backward_from(total)
     return Terms(main, divergence, total)

@@ -10,6 +10,7 @@ from lomdm_dist.config import LomdmObjective, ModelConfig, Objective, WindowObje
 from lomdm_dist.model.backbone import Backbone, Context
 from lomdm_dist.model.heads import SchedulerHead, TokenExponents
 from lomdm_dist.model.initial import initialize
+from lomdm_dist.ops.phase import backward_from, phase
 from lomdm_dist.process import (
     PolynomialSchedule,
     PowerSchedule,
@@ -74,9 +75,11 @@ class LoMDM(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
                 context = self.backbone.context(x.shape, valid, self.documents(x), dropout)
                 features = self.backbone(x, context)
+                backward_from(features)
         finally:  # or a step that is done again, after running out of memory here, has no dropout
             self.backbone.train(training)
-        return self.phi(features, context)
+        with phase("heads"):
+            return self.phi(features, context)
 
     def schedule(self, outputs: Tensor | None, x: Tensor, valid: Tensor | None):
         """The forward schedule of x [B, L] that such outputs mean."""
@@ -119,7 +122,8 @@ class LoMDM(nn.Module):
                 picked(torch.zeros_like(weights) if exponent_weights is None else exponent_weights),
             )
         rows = context.rows(places)
-        total, ce, peak, *means = self.backbone.output(features, context.condition, rows, *loss)
+        with phase("loss"):
+            total, ce, peak, *means = self.backbone.output(features, context.condition, rows, *loss)
 
         def spread(rows: Tensor, elsewhere: float) -> Tensor:
             return rows.new_full(z.shape, elsewhere).masked_scatter(masked, rows)
@@ -147,15 +151,18 @@ class LoMDM(nn.Module):
     def _see(self, z: Tensor, valid, documents, dropout) -> tuple:
         context = self.backbone.context(z.shape, valid, documents, dropout)
         features = self.backbone(z, context)
+        backward_from(features)
         if self.token_exponents is not None:
             return context, features, None
         if self.psi is None:
             return context, features, fixed_schedule(self.objective, z.shape[1], z.device)
-        if self.objective.stop_gradient:
-            cut_off = context._replace(condition=context.condition.detach())
-            outputs = self.psi(features.detach(), cut_off)
-        else:
-            outputs = self.psi(features, context)
+        with phase("heads"):
+            if self.objective.stop_gradient:
+                cut_off = context._replace(condition=context.condition.detach())
+                outputs = self.psi(features.detach(), cut_off)
+            else:
+                outputs = self.psi(features, context)
+            backward_from(outputs)
         return context, features, learned_schedule(self.objective, outputs, valid)
 
     def predict_next(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -182,11 +189,14 @@ class LoMDM(nn.Module):
         """`ar`: -log p(x_i | x_<i), [B, L], float32, 0 at padding, detached; and `weight` times its sum."""
         predicted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
         context, features = self._see_before(x[:, :-1], valid, self.documents(x), dropout)
+        backward_from(features)
         places = predicted.flatten().nonzero()[:, 0]
         weights = torch.full(places.shape, weight, dtype=torch.float64, device=x.device)
         rows = context.rows(places)
         loss = x.flatten()[places], weights
-        total, ce, _ = self.backbone.output(features, context.condition, rows, *loss)
+        with phase("loss"):
+            total, ce, _ = self.backbone.output(features, context.condition, rows, *loss)
+            backward_from(total)
         return ce.new_zeros(x.shape).masked_scatter(predicted, ce), total
 
 

@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lomdm_dist.config import Config
 from lomdm_dist.model.backbone import Block
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
 from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
+
+for _name in ("post_backward", "finalize_backward"):  # hooks of the backward pass: here gradients are reduced
+    setattr(FSDPParamGroup, _name, phase("reduction")(getattr(FSDPParamGroup, _name)))
 
 
 class Fsdp2:
@@ -63,6 +68,7 @@ class Fsdp2:
         self.module.set_requires_gradient_sync(not more)
         loss.backward()
 
+    @phase("optimiser")
     def step(self, good: bool = True) -> float:
         gradients = [
             (p.grad.to_local(), self.layouts[name].dim is not None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lomdm_dist.config import Config
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
 from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, leave_out_bad_steps, new_state
@@ -31,7 +32,7 @@ class DeepSpeed:
         config: Config,
         grid: Grid,
     ):
-        deepspeed = _import_deepspeed(grid)
+        deepspeed = import_deepspeed(grid)
         self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
         self.clip = config.optim.clip
         self.local = self.stage < 2 and grid.tensor_size == 1
@@ -58,6 +59,7 @@ class DeepSpeed:
         leave_out_bad_steps(self.optimizer, lambda: not (self.good and math.isfinite(self._norm())))
         self._make_moments()
         self.pieces = list(self._pieces())
+        self._mark_reductions()
 
     def __call__(self, function: Callable, *arguments):
         return self.engine(function, *arguments)
@@ -68,9 +70,21 @@ class DeepSpeed:
         # same, in a hook of its own that runs before it knows of this backward pass.
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
+    def _mark_reductions(self) -> None:
+        """ZeRO 0 and 1 reduce in one call of the step, 2 and 3 in hooks on the gradients, and after all."""
+        marked, engine = phase("reduction"), self.engine
+        engine.allreduce_gradients = marked(engine.allreduce_gradients)
+        if self.stage > 1:
+            for name in (
+                "reduce_ready_partitions_and_remove_grads",
+                "independent_gradient_partition_epilogue",
+            ):
+                setattr(engine.optimizer, name, marked(getattr(engine.optimizer, name)))
+
     def drop(self) -> None:
         self.engine.optimizer.zero_grad()
 
+    @phase("optimiser")
     def step(self, good: bool = True) -> float:
         self.good = good
         self.engine.step()
@@ -135,7 +149,8 @@ class DeepSpeed:
                 yield Piece(name, layout, 0, parameter.data.view(-1), flat)
 
 
-def _import_deepspeed(grid: Grid):
+def import_deepspeed(grid: Grid):
+    """The library, set up to be quiet and to compile nothing; once a process, it takes seconds."""
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

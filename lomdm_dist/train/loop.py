@@ -22,6 +22,7 @@ from lomdm_dist.evaluate.order import correlations
 from lomdm_dist.evaluate.perplexity import estimate_bound
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
 from lomdm_dist.parallel.layout import Piece
@@ -274,7 +275,8 @@ class Run:
         sums, count = StepSums(), len(rows.ids) // micro
         for k in range(count):
             first = self.grid.data_rank * len(rows.ids) + k * micro
-            x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, device)
+            with phase("data"):
+                x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, device)
             noise = draw_noise(config, step, torch.arange(first, first + micro), device)
             sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / count))
         return sums
@@ -415,6 +417,7 @@ class Run:
             self.watch.probe = probe_speed(self.grid.device)
             self.watch.show_table()
 
+    @phase("data")
     def _rows(self) -> Rows:
         """This rank's part of the next global batch."""
         self.asked = time.perf_counter()

@@ -18,6 +18,7 @@ from torch import Tensor
 from lomdm_dist.config import Config
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.secrets import hide, say
 
@@ -39,6 +40,7 @@ class StepSums:
         """What this rank has of a sum."""
         return float(self._sums[name])
 
+    @phase("reduction")
     def reduced(self, grid: Grid) -> dict[str, float]:
         vector = torch.stack([value.to(grid.device) for value in self._sums.values()])
         return dict(zip(self._sums, grid.sum(vector).tolist(), strict=True))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lomdm_dist.config import OptimConfig
 from lomdm_dist.model import LoMDM
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.layout import Piece
 
 
@@ -45,6 +46,7 @@ class WeightAverage:
             self._masters.append(piece.master)
             self.averages[piece.name] = piece.master.clone()
 
+    @phase("optimiser")
     def update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_(list(self.averages.values()), self._masters, 1 - decay)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lomdm_dist.config import Config
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.bound import draw_masks, estimate
+from lomdm_dist.ops.phase import phase
 from lomdm_dist.process import PowerSchedule, keyed_uniforms, log_q, rloo_surrogate, stratify
 from lomdm_dist.process.noise import Purpose, keyed_integers
 
@@ -25,6 +26,7 @@ class Noise:
     dropout: Tensor | None = None
 
 
+@phase("data")
 def draw_noise(config: Config, step: int, indices: Tensor, device) -> Noise:
     """Noise of the sequences at `indices` [B] of the global batch of `step`.
 
@@ -58,6 +60,7 @@ def backpropagate(
     return _two_samples(engine, x, valid, noise, config, share)
 
 
+@phase("loss")
 def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: Config, share: float):
     """The paper's Algorithm 1. A fixed order is the same with one sample and without phi's part.
 
@@ -70,7 +73,8 @@ def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: 
     scale = share / x.numel()
 
     # 1. features of x without gradient, and phi's head on them
-    outputs = engine(LoMDM.order_outputs, x, valid, of_order)
+    with phase("features"):
+        outputs = engine(LoMDM.order_outputs, x, valid, of_order)
     order = None if outputs is None else outputs.detach().requires_grad_()
 
     # 2. a time, and samples z1, z2 of q(z|x) at it
@@ -81,10 +85,11 @@ def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: 
     # 3. of each the bound, and its gradient to theta, psi and the order
     losses = []
     passes = _passes(samples, config.train.two_samples)
-    for part in passes:
+    for name, part in passes.items():
         keys = None if of_samples is None else of_samples[part]
-        terms = engine(estimate, order, x, valid, draw.part(part), keys)
-        engine.backward(terms.total * (scale / samples), more=part is not passes[-1])
+        with phase(name):
+            terms = engine(estimate, order, x, valid, draw.part(part), keys)
+            engine.backward(terms.total * (scale / samples), more=part.stop < samples)
         losses.append(torch.stack([terms.main, terms.velocity]))
     main, velocity = torch.cat(losses, dim=1)  # each [samples, B]
     bounds = main + velocity
@@ -96,7 +101,8 @@ def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: 
         log_ratio = log_q1 - log_q2
         rloo = rloo_surrogate(log_q1, log_q2, *bounds)
         (rloo.sum() * scale).backward()
-        engine.backward((outputs * order.grad).sum())
+        with phase("heads"):
+            engine.backward((outputs * order.grad).sum())
 
     with torch.no_grad():
         return {
@@ -111,18 +117,19 @@ def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: 
         }
 
 
-def _passes(samples: int, two_samples: str) -> list[slice]:
-    """Which samples go through the network together."""
-    if two_samples == "joint":
-        return [slice(0, samples)]
-    return [slice(k, k + 1) for k in range(samples)]
+def _passes(samples: int, two_samples: str) -> dict[str, slice]:
+    """Which samples go through the network together, and what the pass is called."""
+    if two_samples == "joint" and samples == 2:
+        return {"z": slice(0, 2)}
+    return {f"z{k + 1}": slice(k, k + 1) for k in range(samples)}
 
 
 def _autoregressive(engine, x: Tensor, valid: Tensor | None, noise: Noise, share: float):
     """`ar`: the exact -log p(x), scaled and logged as the bounds are; it is all main term."""
     keys = None if noise.dropout is None else noise.dropout[0]
-    ce, loss = engine(LoMDM.causal_ce, x, valid, keys, share / x.numel())
-    engine.backward(loss)
+    with phase("z1"):
+        ce, loss = engine(LoMDM.causal_ce, x, valid, keys, share / x.numel())
+        engine.backward(loss)
     none = torch.zeros((), dtype=torch.float64, device=x.device)
     stats = dict.fromkeys(("velocity", "rloo", "advantage", "log_q_ratio", "exponent"), none)
     total = ce.double().sum()

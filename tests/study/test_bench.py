@@ -31,8 +31,19 @@ def test_rows_ratios_and_floors(tmp_path, capsys):
     assert found["lomdm"]["flops"] == pytest.approx(found["lomdm, joint"]["flops"], rel=0.03)
     assert found["lomdm"]["flops"] < found["lomdm, all logits"]["flops"]
     assert found["lomdm"]["peak_activation_bytes"] < found["lomdm, joint"]["peak_activation_bytes"]
-    config = load_config(ROOT / "configs/demo.yaml", SMALL)
-    mdlm = load_config(ROOT / "configs/demo.yaml", [*SMALL, "objective={name: mdlm}"])
+    config, mdlm = (
+        load_config(
+            ROOT / "configs/demo.yaml",
+            [
+                *SMALL,
+                f"train.micro_batch={texts}",
+                f"train.global_batch={texts}",
+                "train.two_samples=split",
+                *more,
+            ],
+        )
+        for texts, more in ((2, []), (4, ["objective={name: mdlm}"]))
+    )
     floor = step_flops_a_sequence(config) / 2 / step_flops_a_sequence(mdlm, every_position=True)
     ratio = result["floor"]["ratios"]["lomdm / mdlm, all logits"]
     assert ratio["floor"] == pytest.approx(floor)
