@@ -86,12 +86,11 @@ class Surface:
         return Frontier(self.irreducible, log_k, a * b / (a + b), log_g, b / (a + b))
 
 
-# von Rutte et al. 2025, arXiv 2512.10858, masked diffusion: table 7 ("method 1", "sq. fit"), parabolas without an
-# irreducible loss. M = 6P + 12 L D N: forward and backward, attention counted, embeddings and the projection
-# onto the vocabulary not. L: the negative ELBO in nats a token of a vocabulary of 131,072; no annealing.
-PUBLISHED = Frontier(
-    np.float64(0), np.log(27.21883), np.float64(0.04961), np.log(0.01761), np.float64(0.56629)
-)
+# von Rutte et al. 2025, arXiv 2512.10858, masked diffusion: table 7 ("method 1", "sq. fit"), by parabolas and
+# without an irreducible loss. M = 6P + 12 layers width length: forward and backward, attention counted,
+# embeddings and the projection onto the vocabulary not. L: negative ELBO, nats a token of a vocabulary of
+# 131,072, without annealing.
+PUBLISHED = Frontier(*np.array([0, np.log(27.21883), 0.04961, np.log(0.01761), 0.56629]))
 # The same work's surface as others quote it. Its own text has none, and calls such a fit unreliable.
 PUBLISHED_SURFACE = Surface(*np.array([2.17, np.log(222), np.log(1920), 0.292, 0.367]))
 
@@ -121,9 +120,9 @@ def check_points(points: Points) -> None:
     sizes, tokens = len(distinct(points.size)), len(distinct(points.tokens))
     if len(points.loss) < 7 or sizes < 3 or tokens < 3:
         raise UserError(
-            f"{len(points.loss)} points of {sizes} sizes and {tokens} numbers of tokens do not give a surface of "
-            "five coefficients: it takes 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes the "
-            "validations during a training, too)"
+            f"{len(points.loss)} points of {sizes} sizes and {tokens} numbers of tokens: the five coefficients of "
+            "a surface take 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes the validations "
+            "during a training, too)"
         )
 
 
@@ -155,7 +154,7 @@ class Noise:
     def of(cls, design: np.ndarray, residual: np.ndarray, run: np.ndarray) -> "Noise":
         """design [n, p]: slopes of the fit in its coefficients; residual [n]; run [n], from 0."""
         n, runs = len(residual), run.max() + 1
-        alone = n - np.linalg.matrix_rank(design)
+        alone = n - np.linalg.matrix_rank(design, rtol=1e-9)
         together = max(runs - (design.shape[1] + 1) // 2, 1)  # half of the coefficients are told by the runs
         shares = np.linspace(0, 0.95, 20) if runs < n else np.zeros(1)
         likelihood, variance = zip(*(_reml(design, residual, run, share) for share in shares), strict=True)
@@ -181,7 +180,7 @@ def _reml(design: np.ndarray, residual: np.ndarray, run: np.ndarray, shared: flo
     white = np.linalg.solve(root, residual)
     white = white - basis[:, kept] @ (basis[:, kept].T @ white)
     free = len(run) - kept.sum()
-    variance = float(white @ white) / free
+    variance = max(float(white @ white) / free, 1e-30)  # a fit may be exact
     logs = free * np.log(variance) + 2 * np.log(np.diag(root)).sum() + 2 * np.log(singular[kept]).sum()
     return -logs / 2, variance
 
@@ -235,7 +234,7 @@ def _starts(x: np.ndarray, log_loss: np.ndarray) -> np.ndarray:
 
 
 def _descend(theta: np.ndarray, x: np.ndarray, log_loss: np.ndarray, delta: float, gain: float = 1e-10):
-    """Levenberg-Marquardt on Huber's loss, reweighted; each row by itself, until a step gains no more than that."""
+    """Levenberg-Marquardt on Huber's loss, reweighted; each row by itself, until it gains less than that."""
     theta, damping = theta.copy(), np.full(len(theta), 1e-3)
     value = _huber(_log_sum(theta, x)[0] - log_loss, delta)
     rows = np.arange(len(theta))
@@ -266,8 +265,8 @@ def _descend(theta: np.ndarray, x: np.ndarray, log_loss: np.ndarray, delta: floa
 class Parabolas:
     """Method 2: log loss over log size, a parabola a budget, and the law of their minima.
 
-    points, budget [n]: what it was fitted to. compute [K]; coefficients [K, 3] of 1, x and x^2, with x the log
-    size less `centre` [K]; kept [K]: has its minimum between the smallest and the largest of its sizes.
+    points, budget [n]: what it was fitted to. compute [K]; coefficients [K, 3] of 1, x and x^2, x being the
+    log size less `centre` [K]; kept [K]: has its minimum between the smallest and the largest of its sizes.
     power_law: the exponent of L* ~ C^-g without an irreducible loss, as published work gives it.
     """
 
@@ -282,7 +281,7 @@ class Parabolas:
 
 
 def budgets_of(points: Points, bins: int | None = None) -> np.ndarray:
-    """The budget [n] of each point, -1 for none: points of equal compute, or `bins` of equal width in log C."""
+    """The budget [n] of each point, -1 for none: points of one compute, or `bins` of equal width in log C."""
     log_c = np.log(points.compute)
     if bins:
         edges = np.linspace(log_c.min(), log_c.max(), bins + 1)[1:-1]
@@ -291,7 +290,13 @@ def budgets_of(points: Points, bins: int | None = None) -> np.ndarray:
         order = np.argsort(log_c)
         group = np.empty(len(log_c), int)
         group[order] = np.cumsum(np.r_[0, np.diff(log_c[order]) > SAME_BUDGET])
-    enough = [k for k in np.unique(group) if len(distinct(points.size[group == k])) >= 3]
+    # without bins a chain of near neighbours is no budget
+    enough = [
+        k
+        for k in np.unique(group)
+        if len(distinct(points.size[group == k])) >= 3
+        and (bins or np.ptp(log_c[group == k]) < 4 * SAME_BUDGET)
+    ]
     number = {k: at for at, k in enumerate(enough)}
     return np.array([number.get(k, -1) for k in group])
 
@@ -317,25 +322,19 @@ def fit_parabolas(
     fit = solve @ np.log(points.loss)
     coefficients = fit[:-1].reshape(3, count).T
     kept = _kept(coefficients, np.log(points.size) - centre[budget], budget)
-    noise = Noise.of(
-        design, np.log(points.loss) - design @ fit, np.unique(points.run, return_inverse=True)[1]
-    )
-    drawn = (design @ fit + noise.draw(draws, seed)) @ solve[:-1].T
+    run = np.unique(points.run, return_inverse=True)[1]
+    noise = Noise.of(design, np.log(points.loss) - design @ fit, run).draw(draws, seed)
+    drawn = ((design @ fit + noise) @ solve[:-1].T).reshape(draws, 3, count).swapaxes(1, 2)
 
     at = log_c[kept], centre[kept]
     frontier, theta, power_law = _law_of_minima(coefficients[None, kept], *at)
-    of_draws, _, laws = _law_of_minima(drawn.reshape(draws, 3, count).swapaxes(1, 2)[:, kept], *at, theta)
-    first = Frontier(*(law[0] for law in vars(frontier).values()))
-    return (
-        Parabolas(points, budget, np.exp(log_c), centre, coefficients, kept, first, power_law[0]),
-        of_draws,
-        laws,
-    )
+    frontier = Frontier(*(law[0] for law in vars(frontier).values()))
+    found = Parabolas(points, budget, np.exp(log_c), centre, coefficients, kept, frontier, power_law[0])
+    of_draws, _, power_laws = _law_of_minima(drawn[:, kept], *at, start=theta)
+    return found, of_draws, power_laws
 
 
-def _parabolas_design(
-    points: Points, budget: np.ndarray, log_c: np.ndarray, centre: np.ndarray
-) -> np.ndarray:
+def _parabolas_design(points: Points, budget: np.ndarray, log_c: np.ndarray, centre: np.ndarray):
     """[n, 3K + 1]: 1, x and x^2 of each budget, and one slope in log C for all.
 
     Points of a budget need not have exactly its compute: the slope carries them there.
@@ -354,8 +353,8 @@ def _kept(coefficients: np.ndarray, x: np.ndarray, budget: np.ndarray) -> np.nda
     kept = (coefficients[:, 2] > 0) & np.array(inside)
     if kept.sum() < 3:
         raise UserError(
-            f"{kept.sum()} of {len(kept)} compute budgets have their best size between the smallest and the largest "
-            "that was trained, and parabolas take 3: add sizes beyond the best, or budgets"
+            f"{kept.sum()} of {len(kept)} compute budgets have their best size between the smallest and the "
+            "largest of it, and parabolas take 3: add sizes beyond the best, or budgets"
         )
     return kept
 
