@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(fits: dict[str, Fits], path: Path) -> None:
-    """Best losses, best sizes, residuals; below them the parabolas of each objective, and gains over the first."""
+    """Best losses, best sizes, residuals; below them each objective's parabolas, and gains over the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -75,11 +75,12 @@ def _laws(axes, fits: dict[str, Fits], what: str) -> None:
 def _losses(axes, fits: dict[str, Fits]) -> None:
     for number, one in enumerate(fits.values()):
         axes.scatter(one.points.compute, one.points.loss, s=8, color=f"C{number}", alpha=0.6, linewidth=0)
+    axes.set_yscale("log")
     _laws(axes, fits, "loss")
     shown, at = axes.get_ylim(), _span(*(one.points for one in fits.values()))
     axes.plot(at, PUBLISHED.loss(at), ":", color="0.45", label=f"{REFERENCE}: parabolas")
     axes.plot(at, PUBLISHED_SURFACE.frontier().loss(at), "-.", color="0.7", label=f"{REFERENCE}: surface")
-    axes.set(title=f"Best loss for a budget; lines to {AHEAD} x the data", xlabel=COMPUTE, yscale="log")
+    axes.set(title=f"Best loss for a budget; lines to {AHEAD} x the data", xlabel=COMPUTE)
     axes.set(ylabel="loss, nats a token", ylim=shown)
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.yaxis.set_minor_formatter("{x:.3g}")
@@ -88,6 +89,7 @@ def _losses(axes, fits: dict[str, Fits]) -> None:
 
 
 def _sizes(axes, fits: dict[str, Fits]) -> None:
+    axes.set_yscale("log")
     _laws(axes, fits, "size")
     for number, one in enumerate(fits.values()):
         if one.parabolas:
@@ -96,7 +98,7 @@ def _sizes(axes, fits: dict[str, Fits]) -> None:
             axes.scatter(found.compute[kept], np.exp(lowest[kept]), s=18, color=f"C{number}", zorder=3)
     shown, at = axes.get_ylim(), _span(*(one.points for one in fits.values()))
     axes.plot(at, PUBLISHED.size(at), ":", color="0.45", label=f"{REFERENCE}: parabolas")
-    axes.set(title="Best size for a budget", xlabel=COMPUTE, ylabel=SIZE, yscale="log", ylim=shown)
+    axes.set(title="Best size for a budget", xlabel=COMPUTE, ylabel=SIZE, ylim=shown)
     axes.legend(frameon=False, fontsize="x-small")
 
 

@@ -120,9 +120,9 @@ def check_points(points: Points) -> None:
     sizes, tokens = len(distinct(points.size)), len(distinct(points.tokens))
     if len(points.loss) < 7 or sizes < 3 or tokens < 3:
         raise UserError(
-            f"{len(points.loss)} points of {sizes} sizes and {tokens} numbers of tokens: the five coefficients of "
-            "a surface take 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes the validations "
-            "during a training, too)"
+            f"{len(points.loss)} points of {sizes} sizes and {tokens} numbers of tokens: a surface's five "
+            "coefficients take 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes "
+            "validations during a training, too)"
         )
 
 
@@ -313,7 +313,7 @@ def fit_parabolas(
     if count < 3 or len(budget) <= 3 * count + 1:
         raise UserError(
             f"{len(budget)} points in {count} compute budgets of 3 sizes or more: parabolas take 3 budgets, "
-            "better 5, of 4 sizes (tokens = C / flops_per_token for a few values of C; or --bins K, or --curve)"
+            "better 5, of 4 sizes (tokens = C / flops_per_token for a few C; or --bins K, or --curve)"
         )
     mean = (budget == np.arange(count)[:, None]) / np.bincount(budget)[:, None]
     log_c, centre = mean @ np.log(points.compute), mean @ np.log(points.size)

@@ -22,18 +22,18 @@ BUDGETS = 5  # read off the curves, where --bins does not say
 SIZES = 6  # at which a gain is told, of those there are
 SOURCE = 'von Rutte et al. 2025, "Scaling behavior of discrete diffusion language models", arXiv 2512.10858'
 CONVENTION = {
-    "size": "M: training FLOPs a clean token, forward and backward, all samples of the objective, attention and "
-    "vocabulary projection as done; not 6N",
+    "size": "M: training FLOPs a clean token, forward and backward, all samples of the objective, attention "
+    "and vocabulary projection as done; not 6N",
     "compute": "C = M tokens",
     "loss": "as in the table: a sweep writes the uncut validation bound, nats a token",
     "surface": "L = E + A M^-a + B D^-b by Huber's loss, delta 1e-3, on log loss",
-    "parabolas": "least squares of log loss in log M by budget; a budget whose minimum lies outside its sizes "
-    "is left out; L* = E + K C^-g through the minima",
+    "parabolas": "least squares of log loss in log M by budget; one whose minimum lies outside its sizes is "
+    "left out; L* = E + K C^-g through the minima",
     "intervals": "95%, percentiles of a parametric bootstrap: normal noise on log loss, its size from the "
     "residuals and itself uncertain, one error a training where a training has several points",
     "gain": "how many times the compute the first objective needs for the loss of the other",
     "published": f"{SOURCE}: masked diffusion, table 7, method 1, sq. fit. M = 6P + 12 layers width length: "
-    "forward, backward and attention, but neither embeddings nor the vocabulary projection; L: negative ELBO, "
+    "forward, backward and attention, neither embeddings nor vocabulary projection; L: negative ELBO, "
     "nats a token of a vocabulary of 131,072, Nemotron-CC, length 2,048, no annealing (it takes 2.45% off). "
     "The surface is as quoted by others; that text has none and calls such fits unreliable",
 }
@@ -72,7 +72,7 @@ def fit(trainings: list[Training], draws: int, seed: int, since: float | None, b
         except UserError as error:
             missing[name] = str(error)
     if not found:
-        raise UserError(f"{trainings[0].objective}: {'; '.join(dict.fromkeys(missing.values()))}")
+        raise UserError(f"{trainings[0].objective}: {missing['surface']}")
     surface, of_parameters = found.get("surface"), found.get("surface of parameters")
     parabolas, of_draws, power_law = found.get("parabolas", (None, None, None))
     frontiers = {}
@@ -191,10 +191,10 @@ def _laws(fit: Frontier, draws: Frontier, points: Points) -> dict:
 
 
 def gain(base: Fits, other: Fits, trainings: list[Training]) -> dict:
-    """How many times the compute the base takes for the loss of the other; infinite where it never gets there.
+    """How many times the compute the base takes for the other's loss; infinite where it never gets there.
 
     On the frontier by each method that both have, at three budgets that both have data of; and at sizes of
-    the other's `trainings`, the base being as large and taking more tokens. `extrapolated`: no data of the base.
+    the other's `trainings`, the base being as large and taking more tokens. `extrapolated`: no data of it.
     """
     low = max(base.points.compute.min(), other.points.compute.min())
     high = min(base.points.compute.max(), other.points.compute.max())
