@@ -31,23 +31,22 @@ def check_plot(path: Path) -> None:
 
 
 def draw(fits: dict[str, Fits], path: Path) -> None:
-    """Best losses, best sizes, residuals; below them each objective's parabolas, and gains over the first."""
+    """Best losses, best sizes, residuals, the parabolas of each objective, and gains over the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    top = [_losses, _sizes, _residuals] if any(one.surface for one in fits.values()) else [_losses, _sizes]
-    bottom = [partial(_parabolas, name=name) for name, one in fits.items() if one.parabolas]
-    bottom += [_gains] if len(fits) > 1 else []
-    rows, columns = 1 + bool(bottom), max(len(top), len(bottom))
-    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained", dpi=120)
+    panels = [_losses, _sizes, _residuals] if any(one.surface for one in fits.values()) else [_losses, _sizes]
+    panels += [partial(_parabolas, name=name) for name, one in fits.items() if one.parabolas]
+    panels += [_gains] if len(fits) > 1 else []
+    columns = (len(panels) + 1) // 2
+    figure = Figure(figsize=(WIDTH * columns, HEIGHT * 2), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
-    for row, panels in enumerate((top, bottom)):
-        for column, panel in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, row * columns + column + 1)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.set_xscale("log")
-            panel(axes, fits)
-            axes.title.set_fontsize("medium")
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(2, columns, number)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xscale("log")
+        panel(axes, fits)
+        axes.title.set_fontsize("medium")
     write_figure(figure, path)
 
 
@@ -74,7 +73,10 @@ def _laws(axes, fits: dict[str, Fits], what: str) -> None:
 
 def _losses(axes, fits: dict[str, Fits]) -> None:
     for number, one in enumerate(fits.values()):
-        axes.scatter(one.points.compute, one.points.loss, s=8, color=f"C{number}", alpha=0.6, linewidth=0)
+        for run in np.unique(one.points.run):
+            of = one.points.run == run
+            line = {"marker": "o", "markersize": 2.5, "markeredgewidth": 0, "linewidth": 0.6, "alpha": 0.5}
+            axes.plot(one.points.compute[of], one.points.loss[of], color=f"C{number}", **line)
     axes.set_yscale("log")
     _laws(axes, fits, "loss")
     shown, at = axes.get_ylim(), _span(*(one.points for one in fits.values()))
