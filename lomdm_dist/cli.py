@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan`.
+"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan | fit`.
 
 What a command takes and does stands in a file of its own, in `commands`.
 

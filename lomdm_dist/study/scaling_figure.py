@@ -14,7 +14,7 @@ KINDS = (".png", ".pdf", ".svg")
 STYLES = {"surface": "-", "parabolas": "--"}
 COMPUTE = "training compute C, FLOPs"
 SIZE = "M, training FLOPs a token"
-REFERENCE = "published, other data and tokenizer"
+REFERENCE = "other data and tokenizer"
 AHEAD = 5  # times the largest compute: how far the lines go beyond the data
 WIDTH, HEIGHT = 4.6, 3.8
 
@@ -71,6 +71,12 @@ def _laws(axes, fits: dict[str, Fits], what: str) -> None:
             _line(axes, at, getattr(law, what)(at), band, STYLES[method], f"C{number}", f"{name}, {method}")
 
 
+def _reference(axes, at: np.ndarray, value: np.ndarray, style: str, method: str, shown: tuple) -> None:
+    """A published line, on the plot as the data made it."""
+    off = "" if ((value >= shown[0]) & (value <= shown[1])).any() else " (off the plot)"
+    axes.plot(at, value, style, color="0.5", linewidth=1.1, label=f"published{off}, {REFERENCE}: {method}")
+
+
 def _losses(axes, fits: dict[str, Fits]) -> None:
     for number, one in enumerate(fits.values()):
         for run in np.unique(one.points.run):
@@ -80,8 +86,8 @@ def _losses(axes, fits: dict[str, Fits]) -> None:
     axes.set_yscale("log")
     _laws(axes, fits, "loss")
     shown, at = axes.get_ylim(), _span(*(one.points for one in fits.values()))
-    axes.plot(at, PUBLISHED.loss(at), ":", color="0.45", label=f"{REFERENCE}: parabolas")
-    axes.plot(at, PUBLISHED_SURFACE.frontier().loss(at), "-.", color="0.7", label=f"{REFERENCE}: surface")
+    _reference(axes, at, PUBLISHED.loss(at), ":", "parabolas", shown)
+    _reference(axes, at, PUBLISHED_SURFACE.frontier().loss(at), "-.", "surface", shown)
     axes.set(title=f"Best loss for a budget; lines to {AHEAD} x the data", xlabel=COMPUTE)
     axes.set(ylabel="loss, nats a token", ylim=shown)
     axes.yaxis.set_major_formatter("{x:.3g}")
@@ -99,7 +105,7 @@ def _sizes(axes, fits: dict[str, Fits]) -> None:
             lowest = found.centre - found.coefficients[:, 1] / (2 * found.coefficients[:, 2])
             axes.scatter(found.compute[kept], np.exp(lowest[kept]), s=18, color=f"C{number}", zorder=3)
     shown, at = axes.get_ylim(), _span(*(one.points for one in fits.values()))
-    axes.plot(at, PUBLISHED.size(at), ":", color="0.45", label=f"{REFERENCE}: parabolas")
+    _reference(axes, at, PUBLISHED.size(at), ":", "parabolas", shown)
     axes.set(title="Best size for a budget", xlabel=COMPUTE, ylabel=SIZE, ylim=shown)
     axes.legend(frameon=False, fontsize="x-small")
 
