@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan`.
+"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan | fit`.
 
 What a command takes and does stands in a file of its own, in `commands`.
 
@@ -32,6 +32,7 @@ from lomdm_dist.commands import (
     eval_rule,
     eval_tasks,
     eval_zero_shot,
+    fit,
     launch,
     plan,
     prepare,
@@ -166,6 +167,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("plan", plan, "how to train on so many GPUs, and what it takes")
+    add("fit", fit, "scaling laws of a sweep, and what one objective gains over another")
     return parser
 
 
