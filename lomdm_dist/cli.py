@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan`.
+"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | sweep | plan`.
 
 What a command takes and does stands in a file of its own, in `commands`.
 
@@ -34,6 +34,7 @@ from lomdm_dist.commands import (
     plan,
     prepare,
     sample,
+    sweep,
     train,
 )
 from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError
@@ -160,6 +161,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("to-hf", convert, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
+    add("sweep", sweep, "train many points, and compare them")
     add("plan", plan, "how to train on so many GPUs, and what it takes")
     return parser
 
