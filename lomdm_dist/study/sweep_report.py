@@ -146,33 +146,50 @@ def _x(sweep: Sweep, group: list[Record]) -> float | None:
 
 
 def _draw_final(axes, sweep: Sweep, series: dict) -> None:
-    from matplotlib.ticker import EngFormatter
-
+    """Joined by lines where x is a number."""
+    joined = "-" if sweep.x in NUMBERS else ""
     for number, (line, groups) in enumerate(series.items()):
         done = [group for group in groups.values() if any(record.status == DONE for record in group)]
         places = [_x(sweep, group) for group in done]
         means = [mean(group, sweep.y) for group in done]
-        errors = [0 if math.isnan(error) else error for _, error in means]
-        style = {"color": f"C{number}", "marker": "o", "capsize": 3}
-        ours = f"ours, {line}" if line else "ours"
-        axes.errorbar(places, [value for value, _ in means], errors, label=ours, **style)
+        errors = None if all(math.isnan(error) for _, error in means) else [error for _, error in means]
+        style = {"color": f"C{number}", "marker": "o", "capsize": 3, "linestyle": joined}
+        label = ", ".join(filter(None, ["ours" if sweep.paper else "", line]))
+        axes.errorbar(places, [value for value, _ in means], errors, label=label, **style)
         _draw_paper(axes, sweep, groups, f"C{number}", line)
     if sweep.x in NUMBERS:
-        axes.set_xscale("log")
-        axes.set_xlabel(LABELS[sweep.x])
-        if sweep.x == "parameters":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-            axes.xaxis.set_minor_formatter(EngFormatter(sep=""))
-            axes.tick_params(axis="x", which="minor", labelsize="x-small", rotation=45)
+        _number_ticks(axes)
     else:
         names = sweep.axes[sweep.x]
         long = sum(map(len, names)) > 40
         axes.set_xticks(
             range(len(names)), names, rotation=20 if long else 0, ha="right" if long else "center"
         )
-        axes.set_xlabel(sweep.x)
-    axes.set(ylabel=LABELS[sweep.y], title="Validation" if sweep.y == "loss" else "Speed")
-    axes.legend(frameon=False, fontsize="small", title=_paper_label(sweep), title_fontsize="x-small")
+        axes.margins(x=0.15)
+    axes.set(xlabel=LABELS.get(sweep.x, sweep.x), ylabel=LABELS[sweep.y])
+    seeds = max(len(group) for groups in series.values() for group in groups.values())
+    spread = f", mean of {seeds} seeds and its standard error" if seeds > 1 else ""
+    axes.set_title(("Validation" if sweep.y == "loss" else "Speed") + spread)
+    heading = f"paper: {sweep.paper['label']}" if sweep.paper else None
+    if sweep.paper or len(series) > 1:
+        axes.legend(frameon=False, fontsize="small", title=heading, title_fontsize="x-small")
+
+
+def _number_ticks(axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(_short)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _short(number: float, _=None) -> str:
+    """139292986: 139M."""
+    for size, letter in ((1e15, ""), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number:.0e}" if size == 1e15 else f"{number / size:.3g}{letter}"
+    return f"{number:g}"
 
 
 def _draw_paper(axes, sweep: Sweep, groups: dict, color: str, line: str) -> None:
@@ -181,25 +198,21 @@ def _draw_paper(axes, sweep: Sweep, groups: dict, color: str, line: str) -> None
     found = [(_x(sweep, groups[name]), math.log(paper[name])) for name in groups if name in paper]
     found = [(place, loss) for place, loss in found if place is not None]
     if found:
-        style = {"color": color, "marker": "s", "fillstyle": "none", "linestyle": "--"}
+        joined = "--" if sweep.x in NUMBERS else ""
+        style = {"color": color, "marker": "s", "fillstyle": "none", "linestyle": joined}
         axes.plot(*zip(*found, strict=True), label=f"paper, {line}" if line else "paper", **style)
 
 
-def _paper_label(sweep: Sweep) -> str | None:
-    return f"paper: {sweep.paper['label']}" if sweep.paper else None
-
-
 def _draw_curves(axes, sweep: Sweep, series: dict) -> None:
-    """Of one seed each; colour by line, darker along x."""
-    from matplotlib.ticker import EngFormatter
-
-    longest = max(len(groups) for groups in series.values())
+    """Of one seed each; colour by line, darker along x. Where there is one line, a colour a point."""
+    alone, longest = len(series) == 1, max(len(groups) for groups in series.values())
     for number, groups in enumerate(series.values()):
         for place, (name, group) in enumerate(groups.items()):
             curve = next((record.result["curve"] for record in group if record.status == DONE), None)
             if curve:
-                style = {"color": f"C{number}", "alpha": 1 - 0.8 * (longest - 1 - place) / longest}
+                shade = 1 if alone else 1 - 0.8 * (longest - 1 - place) / longest
+                style = {"color": f"C{place if alone else number}", "alpha": shade}
                 axes.plot(*zip(*curve, strict=True), label=name, linewidth=1.2, **style)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(_short)
     axes.set(xlabel="tokens seen", ylabel="bound, nats a token", title="Validation during training")
     axes.legend(frameon=False, fontsize="x-small", ncols=1 + (sum(map(len, series.values())) > 8))

@@ -41,8 +41,11 @@ class Slurm:
         known = [record for record in records if record.status == WAITING and record.job]
         for record in known:
             record.status = RUNNING
-        kind, folder = self.executor.job_class, self.executor.folder
-        return {record.point.name: Job(kind(folder, record.job), record.point.log) for record in known}
+        folder = self.executor.folder
+        return {
+            record.point.name: Job(submitit.SlurmJob(folder, record.job), record.point.log)
+            for record in known
+        }
 
     def start(self, record: Record) -> "Job":
         point = record.point

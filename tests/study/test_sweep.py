@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 import statistics
@@ -19,9 +20,10 @@ from lomdm_dist.errors import REQUEUE, UserError
 from lomdm_dist.study import sweep_report, sweep_run
 from lomdm_dist.study.sweep import load_sweep
 from lomdm_dist.study.sweep_run import DONE, FAILED, Record
+from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import run_lock
 from tests.study import stub_training
-from tests.tiny import REPOSITORY
+from tests.tiny import REPOSITORY, tiny_config
 
 STUB = [sys.executable, stub_training.__file__]
 SWEEPS = sorted((REPOSITORY / "configs/sweeps").glob("*.yaml"))
@@ -133,6 +135,44 @@ def test_a_killed_sweep_goes_on_and_runs_each_point_once(base, stubs, capsys):
     assert {path: path.read_text() for path in runs.glob("*.did")} == before
     mended = FOUR["point"] | {"bad": {"data.train": "mended"}}
     assert call(write_sweep(base, {"point": mended})) == 0  # its config has changed: it is tried again
+
+
+@pytest.mark.slow
+def test_real_trainings_of_a_killed_sweep(tiny_data, tmp_path, monkeypatch):
+    """The same with `lomdm train`; what is said of a point is what its run holds."""
+    base, runs = tmp_path / "base.yaml", tmp_path / "runs"
+    config = tiny_config(tiny_data, tmp_path / "unused")
+    config["train"] |= {"steps": 400, "save_every": 50, "valid_every": 100, "log_every": 10}
+    base.write_text(yaml.safe_dump(config))
+    file = write_sweep(base, FOUR)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    killed = subprocess.Popen([sys.executable, "-m", "lomdm_dist.cli", "sweep", str(file), "--jobs", "2"])
+    metrics = runs / "b/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 300)
+    killed.kill()
+    killed.wait()
+    done = {name: (runs / f"{name}.log").read_text() for name in "ab" if is_finished(runs / name)}
+    assert call(file, "--jobs", "2") == 1
+    for name, said in done.items():
+        assert (runs / f"{name}.log").read_text() == said
+    points = {point["name"]: point for point in json.loads((runs / "points.json").read_text())["points"]}
+    assert {name: point["status"] for name, point in points.items()} == dict.fromkeys("abc", DONE) | {
+        "bad": FAILED
+    }
+    assert "missing" in points["bad"]["error"][-2]
+    for name in "abc":
+        lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(10, 401, 10))
+        result, checkpoint = points[name]["result"], Checkpoint(runs / name)
+        assert result["parameters"] == sum(map(math.prod, checkpoint.shapes().values()))
+        assert result["tokens"] == 400 * 8 * 16 == checkpoint.state.tokens
+        assert result["curve"][-1] == [result["tokens"], result["loss"]] and len(result["curve"]) == 4
+    starts = (runs / "b.log").read_text().count("from step")
+    assert starts == 2 or "b" in done
+
+
+def is_finished(run: Path) -> bool:
+    return (run / "latest").exists() and (run / "latest").read_text().strip() == "step-400"
 
 
 def test_two_sweeps_on_one_folder_are_refused(base, stubs, capsys):
