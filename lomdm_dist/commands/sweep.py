@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from lomdm_dist.commands.common import positive
-from lomdm_dist.errors import RunFailed, UserError
+from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.secrets import hide, say
 
 CHANGES = "change the config of all points: train.steps=100 ..."
@@ -117,6 +117,11 @@ def _run(options, sweep, records) -> None:
     board = Board(sweep, chosen, place.jobs)
     try:
         run_sweep(sweep, records, chosen, place, board.show)
+    except StoppedOnRequest:
+        say(
+            "stopped on request: the same command goes on" + (", and so do the jobs" if options.slurm else "")
+        )
+        raise
     finally:
         board.close()
         files = write_report(sweep, records)

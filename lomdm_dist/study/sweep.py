@@ -40,7 +40,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # a folder's, and a word of a
 NUMBERS = ("parameters", "flops")  # that may be the plot's x, besides an axis
 MEASURES = ("loss", "tokens_per_second")  # that may be its y
 CONVENTION = {
-    "loss": "validation bound after the last step, nats a predicted token, not cut; exact for ar",
+    "loss": "validation bound after the last step, of the first train.valid_sequences sequences, in nats a "
+    "predicted token; not cut; exact for ar",
     "weights": "raw: of the last step, not their average",
     "flops": "tokens x flops_per_token: forward and backward, matrix products and attention, counted from "
     "the shapes (model/flops.py), without the embedding's lookup",
@@ -242,7 +243,10 @@ def is_done(point: Point) -> bool:
     if not (point.run / LATEST).exists():
         return False
     folder = find_checkpoint(point.run)
-    step = json.loads((folder / STATE).read_text())["step"]
+    try:
+        step = json.loads((folder / STATE).read_text())["step"]
+    except (ValueError, KeyError):
+        raise UserError(f"point {point.name}: {folder / STATE} is damaged: remove {folder}") from None
     different = _differences(point.config, load_config(folder / "config.yaml"))
     if step > point.config.train.steps:
         different.append(f"it has done {step} steps, train.steps is {point.config.train.steps}")
@@ -286,6 +290,10 @@ def result_of(point: Point) -> dict:
     config, lines = point.config, objects((point.run / "metrics.jsonl").read_text(errors="replace"))
     logs = [line for line in lines if "tokens" in line]
     valid = [line for line in lines if "valid_nll_per_token" in line]
+    if not logs or not valid:
+        raise UserError(
+            f"point {point.name}: {point.run / 'metrics.jsonl'} holds no validation: move it away"
+        )
     seen = ([0, *(line["step"] for line in logs)], [0, *(line["tokens"] for line in logs)])
     curve = [[round(np.interp(line["step"], *seen)), line["valid_nll_per_token"]] for line in valid]
     tokens, seconds = logs[-1]["tokens"], sum(line["seconds"] for line in logs)

@@ -33,7 +33,7 @@ POINTS = "points.json"
 LOOK_SECONDS = 0.5
 IN_USE_SECONDS = 120  # that a run which another process holds is waited for: a killed sweep's may still save
 LAST_LINES = 5  # of a failed point's output that are kept
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 
@@ -143,7 +143,7 @@ class Local:
 
     def environment(self, slot: int) -> dict[str, str]:
         mine = self.gpus[slot * self.processes : (slot + 1) * self.processes]
-        threads = max(1, len(self.cores[slot]) // self.processes)
+        threads = max(1, len(os.sched_getaffinity(0)) // (self.jobs * self.processes))
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
         # torchrun would kill after 30 s what has not saved yet
         more = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}
@@ -160,7 +160,7 @@ class LocalTraining:
         command, parent = train_command(place.sweep, point, place.processes), os.getpid()
 
         def prepare():  # in the child; Ctrl-C reaches the sweep alone, which then asks all to stop
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(REQUEUE)
             os.sched_setaffinity(0, place.cores[slot])

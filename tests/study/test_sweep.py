@@ -19,7 +19,7 @@ from lomdm_dist import cli
 from lomdm_dist.errors import REQUEUE, UserError
 from lomdm_dist.study import sweep_report, sweep_run
 from lomdm_dist.study.sweep import load_sweep
-from lomdm_dist.study.sweep_run import DONE, FAILED, Record
+from lomdm_dist.study.sweep_run import DONE, FAILED, Local, Record
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import run_lock
 from tests.study import stub_training
@@ -76,7 +76,7 @@ def call(*words) -> int:
     return 0
 
 
-def wait_for(what, seconds: float = 60) -> None:
+def wait_for(what, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
@@ -242,6 +242,17 @@ def test_the_printed_commands_are_those_of_what_is_not_done(base, stubs, capsys)
         f"deepspeed --hostfile {hosts} train.py --config {base} optim.learning_rate=0.3 train.steps=2 "
         f"train.run={base.with_name('runs')}/c --resume auto"
     ]
+
+
+def test_each_point_has_gpus_of_its_own(base, monkeypatch):
+    sweep = load_sweep(write_sweep(base, FOUR), [])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    place = Local(sweep, None, processes=2)
+    assert place.jobs == 2
+    assert [place.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["4,5", "6,7"]
+    with pytest.raises(UserError, match="need 6 GPUs, this machine has 4"):
+        Local(sweep, 3, processes=2)
 
 
 def test_seeds_become_a_mean_and_its_error(base, tmp_path):

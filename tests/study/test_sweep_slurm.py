@@ -79,7 +79,7 @@ def test_a_preempted_job_is_queued_again_and_a_new_sweep_follows_it(slurm, tiny_
         run_sweep(sweep, records, records, Slurm(sweep, None, 2, demands), stop_when_it_trains)
     for pid in (slurm / "pids").read_text().split():
         os.kill(int(pid), signal.SIGUSR2)
-    wait_for((slurm / "requeued").exists)
+    wait_for((slurm / "requeued").exists, 300)
 
     records = look_up(sweep)
     assert records[0].job == "100"
