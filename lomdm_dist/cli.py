@@ -1,4 +1,4 @@
-"""The command line: `lomdm prepare | train | launch | eval | sample | checkpoint | convert | plan | fit`.
+"""The command line: `lomdm prepare`, `train`, `eval`, `sample`, `convert`, `bench`, `sweep`, `plan`, ....
 
 What a command takes and does stands in a file of its own, in `commands`.
 
@@ -37,6 +37,7 @@ from lomdm_dist.commands import (
     plan,
     prepare,
     sample,
+    sweep,
     train,
 )
 from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError
@@ -166,6 +167,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("to-hf", convert, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
+    add("sweep", sweep, "train many points, and compare them")
     add("plan", plan, "how to train on so many GPUs, and what it takes")
     add("fit", fit, "scaling laws of a sweep, and what one objective gains over another")
     return parser

@@ -619,20 +619,24 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     `objective.name=NAME` with another name than the file's leaves the old objective's keys behind, but
     for how times are drawn.
     """
-    path = Path(path)
+    return make_config(read_values(Path(path)), overrides, path)
+
+
+def read_values(path: Path, kind: str = "config", keys: str = "model:, data:, train:") -> dict:
+    """The plain values of a YAML file; a UserError names it as a `kind` that holds `keys`."""
     try:
         values = _read_yaml(path.read_text())
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise UserError(f"no config file {path}{hint}") from None
+        raise UserError(f"no {kind} file {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read config {path}: {error}") from None
+        raise UserError(f"cannot read {kind} {path}: {error}") from None
     except ValueError as error:
-        raise UserError(f"config {path} is not valid YAML: {error}") from None
+        raise UserError(f"{kind} {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"config {path} holds no sections (model:, data:, train:, ...)")
-    return make_config(values, overrides, path)
+        raise UserError(f"{kind} {path} holds no sections ({keys}, ...)")
+    return values
 
 
 def make_config(values: dict, overrides: list[str] | tuple[str, ...], source: str | Path) -> Config:

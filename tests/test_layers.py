@@ -23,6 +23,7 @@ MAY_IMPORT = {
         "errors",
         "files",
         "machine",
+        "secrets",
     },
     "sample": {"sample", "process", "model", "config", "errors", "files"},
     "launch": {"launch", "data", "config", "errors", "files", "machine"},
