@@ -19,6 +19,7 @@ from pathlib import Path
 from lomdm_dist import __version__
 from lomdm_dist.commands import (
     bench,
+    bench_profile,
     checkpoint,
     convert,
     convert_diff,
@@ -155,7 +156,9 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("rule", eval_rule, "exact likelihood of a deterministic order's sampler", evaluations)
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
-    add("step", bench, "a step, and each trick's gain", group("bench", "measure speed and memory", "WHAT"))
+    benches = group("bench", "measure speed and memory", "WHAT")
+    add("step", bench, "a step, and each trick's gain", benches)
+    add("profile", bench_profile, "where the time of a run's traced steps went", benches)
     conversions = group("convert", "to and from Hugging Face", "WHAT")
     add("to-hf", convert, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
