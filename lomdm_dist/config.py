@@ -524,8 +524,8 @@ class Config(Section):
         profile = self.train.profile
         if self.parallel.engine == "fsdp2" and (profile.flops_profiler or profile.comms_logger):
             raise ValueError(
-                "train.profile.flops_profiler and comms_logger are DeepSpeed's, but parallel.engine is fsdp2: "
-                "leave them out; the trace has what either engine computes and communicates"
+                "train.profile.flops_profiler and comms_logger are DeepSpeed's, and parallel.engine is "
+                "fsdp2: leave them out; the trace has what either engine computes and communicates"
             )
         return self
 

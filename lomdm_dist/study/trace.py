@@ -40,7 +40,7 @@ _WORK = re.compile(r"^(?!autograd::|torch::)\w+::|^cpp_fused|^triton")
 _AROUND = re.compile(
     r"^aten::(_local_scalar_dense|_reshape_alias|_to_copy|_unsafe_view|alias|as_strided|chunk|contiguous"
     r"|detach_?|einsum|empty\w*|expand|expand_as|flatten|is_nonzero|item|layer_norm|lift_fresh|linear|matmul"
-    r"|narrow|new_empty\w*|new_zeros|ones|permute|reshape|resize_|scaled_dot_product_attention|select|set_"
+    r"|narrow|new_empty\w*|new_zeros|ones|permute|reshape|resize_|resolve_\w+|scaled_dot_product_attention|select|set_"
     r"|slice|split\w*|squeeze|t|to|transpose|unbind|unflatten|unsqueeze|view|view_as|zeros|zeros_like)$"
 )
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
