@@ -19,7 +19,9 @@ from pathlib import Path
 from lomdm_dist import __version__
 from lomdm_dist.commands import (
     bench,
+    bench_compare,
     bench_profile,
+    bench_throughput,
     checkpoint,
     convert,
     convert_diff,
@@ -83,11 +85,11 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     """Parse, with overrides anywhere: argparse itself takes them before the options only.
 
     After an option that takes a list, `--steps 8 16 sampler.top_p=0.9`, it would take them for part of that.
-    `--beside` has overrides of its own, and so has the command that `launch` runs.
+    `--beside` and `--grid` have overrides of their own, and so has the command that `launch` runs.
     """
     words, taken, option = [], [], None
     for word in arguments:
-        ours = OVERRIDE.match(word) and option != "--beside" and arguments[0] != "launch"
+        ours = OVERRIDE.match(word) and option not in ("--beside", "--grid") and arguments[0] != "launch"
         ours = ours and words[-1:] != ["--prompt"]  # a text, whatever it says
         (taken if ours else words).append(word)
         option = word.partition("=")[0] if word.startswith("--") else option
@@ -158,6 +160,8 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     benches = group("bench", "measure speed and memory", "WHAT")
     add("step", bench, "a step, and each trick's gain", benches)
+    add("throughput", bench_throughput, "training steps on grids of this machine, or in this job", benches)
+    add("compare", bench_compare, "two results side by side", benches)
     add("profile", bench_profile, "where the time of a run's traced steps went", benches)
     conversions = group("convert", "to and from Hugging Face", "WHAT")
     add("to-hf", convert, "export a checkpoint", conversions)

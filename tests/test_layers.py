@@ -18,6 +18,7 @@ MAY_IMPORT = {
         "parallel",
         "ops",
         "train",
+        "data",
         "config",
         "errors",
         "files",

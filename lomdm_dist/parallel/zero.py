@@ -32,7 +32,7 @@ class DeepSpeed:
         config: Config,
         grid: Grid,
     ):
-        deepspeed = _import_deepspeed(grid)
+        deepspeed = import_deepspeed(grid)
         self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
         self.clip = config.optim.clip
         self.local = self.stage < 2 and grid.tensor_size == 1
@@ -71,7 +71,7 @@ class DeepSpeed:
         self.engine.backward(loss * 1.0, scale_wrt_gas=False)
 
     def _mark_reductions(self) -> None:
-        """ZeRO 0 and 1 reduce in one call of the step, 2 and 3 in hooks on the gradients and after the last."""
+        """ZeRO 0 and 1 reduce in one call of the step, 2 and 3 in hooks on the gradients, and after all."""
         marked, engine = phase("reduction"), self.engine
         engine.allreduce_gradients = marked(engine.allreduce_gradients)
         if self.stage > 1:
@@ -149,7 +149,8 @@ class DeepSpeed:
                 yield Piece(name, layout, 0, parameter.data.view(-1), flat)
 
 
-def _import_deepspeed(grid: Grid):
+def import_deepspeed(grid: Grid):
+    """The library, set up to be quiet and to compile nothing; once a process, it takes seconds."""
     # extensions that DeepSpeed may compile belong to the environment, not to the home folder
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

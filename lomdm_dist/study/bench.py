@@ -161,7 +161,7 @@ def floors(config: Config, rows: list[Row], sequences: int, device: torch.device
     }
     pairs = {name: both for name, both in pairs.items() if set(both) <= set(of)}
     expected = {case.name: _model_flops(config, case) for case in cases(device) if case.name in of}
-    rate = _matmul_rate(config, device)
+    rate = matmul_rate(config, device)
     return {
         "ratios": {
             name: {
@@ -223,30 +223,31 @@ def _count_bytes(run) -> tuple[int, str]:
 
 def _time(run, device: torch.device) -> float:
     run.model.zero_grad()
-    _wait_for(device)
+    wait_for(device)
     start = time.perf_counter()
     run()
-    _wait_for(device)
+    wait_for(device)
     return time.perf_counter() - start
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _matmul_rate(config: Config, device: torch.device) -> float:
-    """Of the largest matrix product of a block, the best of five."""
+def matmul_rate(config: Config, device: torch.device) -> float:
+    """FLOP/s of the largest matrix product of a block, the best of five."""
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     width, tokens = config.model.width, 4 * config.model.length
     a = torch.randn(tokens, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
     product, best = a @ b, float("inf")
     for _ in range(5):
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         torch.mm(a, b, out=product)
-        _wait_for(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
     return 2 * tokens * width * 4 * width / best
 

@@ -5,14 +5,11 @@ import itertools
 import pytest
 import torch
 from scipy import stats
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lomdm_dist.config import SamplerConfig
 from lomdm_dist.errors import UserError
 from lomdm_dist.model import LoMDM
 from lomdm_dist.model.decode import Decoder
-from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.sample import sample
 from lomdm_dist.sample.ancestral import next_token
@@ -97,16 +94,3 @@ def test_a_prompt_is_continued_and_a_gap_refused(model):
     assert (samples.token_ids[:, 0] == 3).all() and not (samples.token_ids == 2).any()
     with pytest.raises(UserError, match="cannot fill a gap"):
         sample(model, 5, 3, 99, 0, given=torch.tensor([3, 2, 4]))
-
-
-def test_flops_are_those_that_torch_counts():
-    """All positions are projected; of the two products of attention half is needed, but torch counts all."""
-    config = tiny_config(model={"width": 64, "heads": 4, "length": 32}, objective={"name": "ar"})
-    model = LoMDM(config.model, config.objective)
-    x = torch.randint(5, 11, (2, 32))
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model.causal_ce(x)
-    unneeded = 2 * 32 * config.model.blocks * 4 * 64 * 16
-    adaln = 2 * 128 * (6 * config.model.blocks + 2) * 64 + 2 * (256 + 128) * 128
-    forward = 2 * step_flops_a_sequence(config) / 3
-    assert counter.get_total_flops() == forward + unneeded + adaln

@@ -1,0 +1,236 @@
+"""The points of a throughput bench, each measured by processes of its own; their table and picture."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from lomdm_dist.config import load_config
+from lomdm_dist.errors import UserError
+from lomdm_dist.files import write_figure
+from lomdm_dist.ops.phase import PHASES
+from lomdm_dist.study.throughput import OTHER
+from lomdm_dist.train.fit import wanted
+
+NAMED = 0.05  # of the seconds that more ranks cost: a part below this is not named
+CONVENTION = {
+    "step_seconds": "median of the steps without the clock, mean over the ranks; spread: half the distance of "
+    "the quartiles",
+    "phases": "seconds of a step by part, forward and backward, of as many steps with a clock that waits for "
+    "the device at each change, so that nothing overlaps: mean over their middle half and over the ranks. "
+    "Where a rank waits for others, the part that meets them has the wait",
+    "flops": "matrix products of forward and backward (lomdm_dist/model/flops.py); the vocabulary's of the "
+    "positions that were projected in these steps; of causal attention what is needed; documents are not told "
+    "apart",
+    "mfu": "flops over step_seconds, ranks and the bf16 peak; of a CPU null, and share_of_matmul_rate is over "
+    "the speed of one large matrix product on one core",
+    "tokens": "clean ones, without padding; a LoMDM step masks each twice",
+    "peak_memory_bytes": "the largest of any rank: of a GPU what torch had, of a CPU the growth of the process",
+    "efficiency": "tokens a second and device, over those of the same grid and micro-batch on the fewest ranks",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a row measures. problem: why it cannot be."""
+
+    grid: str
+    micro_batch: int | str
+    ranks: int
+    overrides: tuple[str, ...]
+    problem: str | None = None
+
+    @property
+    def series(self) -> str:
+        return (
+            f"{self.grid}, micro-batch {self.micro_batch}" if self.grid else f"micro-batch {self.micro_batch}"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.series}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+
+def make_points(
+    path: str,
+    overrides: list[str],
+    grids: list[str],
+    micro_batches: list[int],
+    ranks: list[int],
+    scaling: str,
+) -> list[Point]:
+    """Every grid with every micro-batch on every number of ranks. UserError where the config itself is wrong.
+
+    scaling   strong: the config's global batch is that of all; weak: of the fewest ranks, and grows with them
+    """
+    train, points = load_config(path, overrides).train, []
+    for grid, micro, count in itertools.product(grids or [""], micro_batches or [train.micro_batch], ranks):
+        batch = train.global_batch * count // min(ranks) if scaling == "weak" else train.global_batch
+        changes = (*overrides, *grid.split(), f"train.global_batch={batch}", f"train.micro_batch={micro}")
+        points.append(Point(grid, micro, count, changes, _problem(path, changes, count)))
+    return points
+
+
+def _problem(path: str, overrides: tuple[str, ...], ranks: int) -> str | None:
+    """Why so many processes of this machine cannot run it."""
+    try:
+        config = load_config(path, overrides)
+        check_settled(config)
+        config.accumulation(config.data_parallel(ranks))
+    except UserError as error:
+        return str(error)
+    gpus = torch.cuda.device_count()
+    return f"this machine has {gpus} GPUs" if 0 < gpus < ranks else None
+
+
+def check_settled(config) -> None:
+    """Raises UserError where something is left to the planner."""
+    if left := wanted(config):
+        raise UserError(f"{' and '.join(left)} {'is' if len(left) == 1 else 'are'} auto: say what to measure")
+
+
+def measure_points(
+    points: list[Point], path: str, data: str, steps: int, warmup: int, say=print
+) -> list[dict]:
+    """A row a point, of those that fail with the error. RunFailed is left to whoever wants them all."""
+    rows = []
+    for point in tqdm(points, desc="bench", disable=None):
+        row = {"error": point.problem} if point.problem else _run(point, path, data, steps, warmup)
+        about = {
+            "name": point.name,
+            "series": point.series,
+            "overrides": list(point.overrides),
+            "ranks": point.ranks,
+        }
+        rows.append(about | row)
+        if rows[-1]["error"]:
+            say(f"{point.name}: {rows[-1]['error']}")
+    _add_efficiencies(rows)
+    return rows
+
+
+def _run(point: Point, path: str, data: str, steps: int, warmup: int) -> dict:
+    """This command again, under torch's launcher, which measures one point."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(point.ranks)]
+        command = ["lomdm_dist.cli", "bench", "throughput", "--config", path, "--data", data]
+        command += ["--steps", str(steps), "--warmup", str(warmup), "--json", str(out), *point.overrides]
+        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, "-m", *command], env=environment, capture_output=True, text=True
+        )
+        if done.returncode == 0 and out.exists():
+            return json.loads(out.read_text())["rows"][0]
+        return {"error": _why(done)}
+
+
+def _why(done: subprocess.CompletedProcess) -> str:
+    """Of all that processes and launcher say, the line that tells."""
+    lines = done.stderr.splitlines()
+    for pattern in (
+        r"(?:.*: )?error: (.*)",
+        r".*?(\w*(?:Error|Exception): .*)",
+        r".*(Signal \d+ \(\w+\) received)",
+    ):
+        if said := [match[1] for line in lines if (match := re.match(pattern, line))]:
+            return said[0]
+    return f"ended with status {done.returncode}: {lines[-1] if lines else 'nothing was said'}"
+
+
+def _add_efficiencies(rows: list[dict]) -> None:
+    """And of more ranks than the fewest, which parts of a step the lost seconds are in."""
+    for row in rows:
+        if row["error"]:
+            continue
+        alike = [other for other in rows if not other["error"] and other["series"] == row["series"]]
+        base = min(alike, key=lambda other: other["ranks"])
+        row["efficiency"] = row["tokens_per_second_per_gpu"] / base["tokens_per_second_per_gpu"]
+        row["lost"] = {}
+        if row is not base:  # had it scaled, a part would take its share of the batch's growth
+            expected = row["global_batch"] / base["global_batch"] * base["ranks"] / row["ranks"]
+            row["lost"] = {
+                name: row["phases"].get(name, 0.0) - expected * base["phases"].get(name, 0.0)
+                for name in dict.fromkeys([*base["phases"], *row["phases"]])
+            }
+
+
+def as_markdown(rows: list[dict]) -> str:
+    """Speed, then the seconds by part; what more ranks cost; what could not be measured."""
+    good = [row for row in rows if not row["error"]]
+    lines = [
+        "| | batch | s a step | +- | tokens/s | a device | efficiency | TFLOP/s a device | MFU | peak, GiB |"
+    ]
+    lines += ["|---|" + 9 * "---|"]
+    for row in good:
+        mfu, share = row["mfu"], row["share_of_matmul_rate"]
+        cells = [row["name"], row["global_batch"], f"{row['step_seconds']:.4f}", f"{row['spread']:.4f}"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_per_gpu']:,.0f}"]
+        cells += [f"{row['efficiency']:.1%}", f"{row['tflops_per_gpu']:,.4g}"]
+        cells += [f"{share:.0%} of matmul" if mfu is None and share else f"{mfu or 0:.1%}"]
+        lines.append(_cells(*cells, f"{row['peak_memory_bytes'] / 2**30:.2f}"))
+    names = [name for name in (*PHASES, OTHER) if any(name in row["phases"] for row in good)]
+    lines += ["", _cells("ms a step", *names, "sum", "of the step"), "|---|" + (len(names) + 2) * "---|"]
+    for row in good:
+        cells = [f"{1e3 * row['phases'][name]:.1f}" if name in row["phases"] else "" for name in names]
+        total = row["phases_sum"]
+        lines.append(_cells(row["name"], *cells, f"{1e3 * total:.1f}", f"{total / row['step_seconds']:.1%}"))
+    lines += ["", *(_lost(row) for row in good if row["lost"])]
+    lines += [f"{row['name']}: not measured: {row['error']}" for row in rows if row["error"]]
+    return "\n".join(lines).rstrip()
+
+
+def _cells(*cells) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _lost(row: dict) -> str:
+    total = sum(row["lost"].values())
+    parts = sorted(row["lost"].items(), key=lambda part: -abs(part[1]))
+    named = [f"{name} {1e3 * more:+.1f}" for name, more in parts if abs(more) >= NAMED * abs(total)]
+    return (
+        f"{row['name']}: efficiency {row['efficiency']:.1%}; {1e3 * total:+.1f} ms a step: {', '.join(named)}"
+    )
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Tokens a second over ranks, beside ideal scaling; and the seconds of each row's step by part."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    good = [row for row in rows if not row["error"]]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12, max(4.0, 0.4 * len(good) + 2)), width_ratios=(2, 3)
+    )
+    for series in dict.fromkeys(row["series"] for row in good):
+        own = sorted((row for row in good if row["series"] == series), key=lambda row: row["ranks"])
+        ranks, speed = [row["ranks"] for row in own], [row["tokens_per_second"] for row in own]
+        line = left.plot(ranks, speed, "o-", label=series)[0]
+        left.plot(ranks, [speed[0] * n / ranks[0] for n in ranks], "--", color=line.get_color(), alpha=0.4)
+    left.set(xlabel="ranks", ylabel="tokens/s (dashed: ideal)", ylim=(0, None))
+    left.set_xticks(sorted({row["ranks"] for row in good}))
+    left.legend(frameon=False, fontsize="small")
+    start = [0.0] * len(good)
+    for name, colour in zip((*PHASES, OTHER), pyplot.get_cmap("tab10").colors, strict=True):
+        parts = [row["phases"].get(name, 0.0) for row in good]
+        if any(parts):
+            right.barh([row["name"] for row in good], parts, left=start, color=colour, label=name)
+            start = [a + b for a, b in zip(start, parts, strict=True)]
+    right.plot(
+        [row["step_seconds"] for row in good], [row["name"] for row in good], "k|", ms=14, label="step"
+    )
+    right.invert_yaxis()
+    right.set_xlabel("seconds a step, by part; |: without the clock")
+    right.legend(frameon=False, fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.tight_layout()
+    write_figure(figure, path, dpi=150)
