@@ -123,7 +123,10 @@ class Profile:
         begun, recording = time.perf_counter(), self.recording
         self.recording, self.active = None, False
         self.watch.at(self.last, SAVING)
-        recording.close()
+        try:
+            recording.close()
+        except TROUBLES as error:
+            self._say(f"not all is written: {first_line(error)}; training goes on")
         self.aside += time.perf_counter() - begun
 
     def _say(self, text: str) -> None:

@@ -178,6 +178,16 @@ def test_a_folder_or_disk_that_takes_nothing_is_said_and_ends_nothing(tmp_path, 
     assert "cannot write its trace" in capfd.readouterr().out
     assert not list((tmp_path / "cut/profile").iterdir())
 
+    stop = torch.profiler.profile.stop
+
+    def failing(profiler):
+        stop(profiler)
+        raise RuntimeError("no trace")
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", failing)
+    take_steps(recorder(tmp_path / "failed"), 2, 3)
+    assert "not all is written: no trace; training goes on" in capfd.readouterr().out
+
 
 def test_a_gpu_gives_its_allocators_history_too(tmp_path, monkeypatch, capfd):
     """What is called, and when: there is no GPU here."""
