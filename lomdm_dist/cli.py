@@ -20,6 +20,7 @@ from lomdm_dist import __version__
 from lomdm_dist.commands import (
     bench,
     bench_compare,
+    bench_profile,
     bench_throughput,
     checkpoint,
     convert,
@@ -163,6 +164,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("step", bench, "a step, and each trick's gain", benches)
     add("throughput", bench_throughput, "training steps on grids of this machine, or in this job", benches)
     add("compare", bench_compare, "two results side by side", benches)
+    add("profile", bench_profile, "where the time of a run's traced steps went", benches)
     conversions = group("convert", "to and from Hugging Face", "WHAT")
     add("to-hf", convert, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)

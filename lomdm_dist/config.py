@@ -273,6 +273,31 @@ class OptimConfig(Section):
     ema_decay: Share = 0.9999
 
 
+class ProfileConfig(Section):
+    """Traces some steps, into RUN/profile, and says where their time went. A traced step is slower.
+
+    steps           the first and the last, [20, 25], counted as the log counts them; by default none
+    ranks           that record
+    memory          allocations too: in the trace, and on GPUs as a snapshot of the allocator
+    flops_profiler  DeepSpeed's, in the first of the steps
+    comms_logger    DeepSpeed's, in all of them: it waits for each call, and does not see Megatron's
+    """
+
+    steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    ranks: Annotated[list[NonNegative], Field(min_length=1)] = [0]
+    memory: Annotated[bool, Field(strict=True)] = False
+    flops_profiler: Annotated[bool, Field(strict=True)] = False
+    comms_logger: Annotated[bool, Field(strict=True)] = False
+
+    @model_validator(mode="after")
+    def _has_steps(self):
+        if self.steps is None and self != type(self).model_construct():
+            raise ValueError("nothing is recorded without steps: add train.profile.steps=[FIRST,LAST]")
+        if self.steps and self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps {self.steps} end before they begin; give [FIRST, LAST]")
+        return self
+
+
 class TrainConfig(Section):
     """`global_batch` counts sequences a step over all ranks; a LoMDM step masks each of them twice.
 
@@ -305,6 +330,15 @@ class TrainConfig(Section):
     keep_every: NonNegative = 0
     valid_every: NonNegative = 0
     valid_sequences: Positive = 512
+    profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _profiled_steps_come(self):
+        if self.profile.steps and self.profile.steps[1] > self.steps:
+            raise ValueError(
+                f"profile.steps {self.profile.steps} end after the training, which has {self.steps} steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _what_is_kept_is_saved(self):
@@ -482,6 +516,16 @@ class Config(Section):
             raise ValueError(
                 "train.precision bf16 needs the fp32 master weights that parallel.zero_stage 1 to 3 keep; "
                 "use zero_stage 1, or precision fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _deepspeed_profiles_itself(self):
+        profile = self.train.profile
+        if self.parallel.engine == "fsdp2" and (profile.flops_profiler or profile.comms_logger):
+            raise ValueError(
+                "train.profile.flops_profiler and comms_logger are DeepSpeed's, and parallel.engine is "
+                "fsdp2: leave them out; the trace has what either engine computes and communicates"
             )
         return self
 

@@ -36,6 +36,7 @@ from lomdm_dist.train.fit import fit, probe, wanted
 from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
 from lomdm_dist.train.metrics import Reporter, StepSums, Stopwatch, memory_gib, probe_speed, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
+from lomdm_dist.train.profile import Profile, check_ranks
 from lomdm_dist.train.saver import Saver
 from lomdm_dist.train.step import backpropagate, draw_noise
 from lomdm_dist.train.stop import StopRequest
@@ -52,6 +53,7 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
 
     Raises UserError before any process group starts, StoppedOnRequest after saving.
     """
+    check_ranks(config, world_size())
     inputs = open_inputs(config, resume)
     start = inputs.resumed.progress.step if inputs.resumed else 0
     if start >= config.train.steps:
@@ -130,6 +132,7 @@ class Run:
             inputs.resumed.load_engine(self.engine, self.average)
         if plan:
             self._plan_again(plan)
+        self.profile = Profile(self.config, self.engine, grid, watch, self.share)
         self.saver = Saver(self.config, self._data_facts(), tokenizer, grid, self.reporter.say)
 
     def _new_weights(self, blueprint: Blueprint, pieces: list[Piece]) -> None:
@@ -185,7 +188,9 @@ class Run:
         reporter.say(self._heading())
         self._forget()
         while self.progress.step < train.steps:
-            good, sums = self.step(self.progress.step)
+            with self.profile.step(self.progress.step + 1):
+                good, sums = self.step(self.progress.step)
+            self.clock += self.profile.seconds_aside()
             if not good and self._roll_back_if_due():
                 continue
             done, last = self.progress.step, self.progress.step == train.steps
@@ -200,6 +205,7 @@ class Run:
                 self.save()
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
             if stopping or last or unsaved:
+                self.profile.close()
                 self._end_together()
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
@@ -264,7 +270,9 @@ class Run:
                 if shortage is None:
                     return sums
                 raise UserError(self.say_shortage(step, shortage))  # others wait, in the middle of something
-            if self.grid.all_agree(shortage is None):
+            with phase("reduction"):
+                agreed = self.grid.all_agree(shortage is None)
+            if agreed:
                 return sums
             self._shrink(step, shortage)
 
