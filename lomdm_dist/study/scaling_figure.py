@@ -8,7 +8,7 @@ import numpy as np
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import check_writable, write_figure
 from lomdm_dist.study.scaling_law import PUBLISHED, PUBLISHED_SURFACE, Points
-from lomdm_dist.study.scaling_study import Fits
+from lomdm_dist.study.scaling_study import WILD, Fits
 
 KINDS = (".png", ".pdf", ".svg")
 STYLES = {"surface": "-", "parabolas": "--"}
@@ -30,6 +30,7 @@ def check_plot(path: Path) -> None:
     check_writable(path)
 
 
+@WILD
 def draw(fits: dict[str, Fits], path: Path) -> None:
     """Best losses, best sizes, residuals, the parabolas of each objective, and gains over the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

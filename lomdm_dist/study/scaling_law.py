@@ -17,6 +17,7 @@ from lomdm_dist.errors import UserError
 
 DELTA = 1e-3  # of Huber's loss, on log loss: beyond it a point pulls no harder
 EXPONENTS = np.geomspace(0.02, 1.5, 14)  # where the search starts
+LIMITS = np.log([0.01, 3])  # of an exponent's logarithm: beyond, a power is a constant or a wall
 STARTS = 8  # the best of those, each followed to its end
 SAME_BUDGET = 0.05  # in log C: points of one budget differ by less from the next
 
@@ -129,7 +130,7 @@ def check_points(points: Points) -> None:
 def distinct(values: np.ndarray) -> np.ndarray:
     """Values that differ by more than 1%."""
     values = np.sort(values)
-    return values[np.r_[True, np.diff(np.log(values)) > 0.01]]
+    return values[np.diff(np.log(values), prepend=-np.inf) > 0.01]
 
 
 # ---- the bootstrap
@@ -247,6 +248,7 @@ def _descend(theta: np.ndarray, x: np.ndarray, log_loss: np.ndarray, delta: floa
         diagonal = np.einsum("rii->ri", hessian)
         diagonal += damping[rows, None] * (diagonal + 1e-9 * diagonal.max(axis=1, keepdims=True))
         new = theta[rows] - np.clip(np.linalg.solve(hessian, gradient)[..., 0], -1, 1)
+        new[:, 1 + x.shape[1] :] = new[:, 1 + x.shape[1] :].clip(*LIMITS)
         reached = _huber(_log_sum(new, x)[0] - log_loss[rows], delta)
         better = reached < value[rows]
         ended = (better & (reached > (1 - gain) * value[rows])) | (damping[rows] > 1e8)
@@ -298,7 +300,7 @@ def budgets_of(points: Points, bins: int | None = None) -> np.ndarray:
         and (bins or np.ptp(log_c[group == k]) < 4 * SAME_BUDGET)
     ]
     number = {k: at for at, k in enumerate(enough)}
-    return np.array([number.get(k, -1) for k in group])
+    return np.array([number.get(k, -1) for k in group], dtype=int)
 
 
 def fit_parabolas(

@@ -20,6 +20,8 @@ from lomdm_dist.study.scaling_points import Training, points_at_budgets, points_
 AHEAD = (1, 5, 50)  # times the largest compute of the data: where L* is told
 BUDGETS = 5  # read off the curves, where --bins does not say
 SIZES = 6  # at which a gain is told, of those there are
+# a draw far off may overflow: it is one of the largest, and no more
+WILD = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 SOURCE = 'von Rutte et al. 2025, "Scaling behavior of discrete diffusion language models", arXiv 2512.10858'
 CONVENTION = {
     "size": "M: training FLOPs a clean token, forward and backward, all samples of the objective, attention "
@@ -112,6 +114,7 @@ def interval(value, draws) -> dict:
     return {"value": float(value), "low": ends[0], "high": ends[1]}
 
 
+@WILD
 def describe(fits: Fits, trainings: list[Training]) -> dict:
     """Of one objective, for the JSON file."""
     points = fits.points
@@ -190,11 +193,12 @@ def _laws(fit: Frontier, draws: Frontier, points: Points) -> dict:
     }
 
 
+@WILD
 def gain(base: Fits, other: Fits, trainings: list[Training]) -> dict:
     """How many times the compute the base takes for the other's loss; infinite where it never gets there.
 
     On the frontier by each method that both have, at three budgets that both have data of; and at sizes of
-    the other's `trainings`, the base being as large and taking more tokens. `extrapolated`: no data of it.
+    the other's `trainings`, the base being as large and taking more tokens. `extrapolated`: no data there.
     """
     low = max(base.points.compute.min(), other.points.compute.min())
     high = min(base.points.compute.max(), other.points.compute.max())
@@ -202,25 +206,31 @@ def gain(base: Fits, other: Fits, trainings: list[Training]) -> dict:
     return {
         "overlap": bool(low < high),
         "frontier": {
-            name: [_frontier_gain(pair, other.frontiers[name], compute, base.points) for compute in budgets]
-            for name, pair in base.frontiers.items()
+            name: [_frontier_gain(name, base, other, compute) for compute in budgets]
+            for name in base.frontiers
             if name in other.frontiers
         },
         "at_size": _size_gains(base, other, trainings) if base.surface and other.surface else [],
     }
 
 
-def _frontier_gain(base: tuple, other: tuple, compute: float, data: Points) -> dict:
-    value, draws = (a.compute_for(b.loss(compute)) / compute for a, b in zip(base, other, strict=True))
-    low, high = _range(data.compute)
-    inside = low <= min(compute, compute * value) and max(compute, compute * value) <= high
+def _frontier_gain(method: str, base: Fits, other: Fits, compute: float) -> dict:
+    pairs = zip(base.frontiers[method], other.frontiers[method], strict=True)
+    value, draws = (a.compute_for(b.loss(compute)) / compute for a, b in pairs)
+    needed, size = compute * value, base.frontiers[method][0].size
+    inside = _within(needed, base.points.compute) and _within(compute, base.points.compute)
+    inside = inside and _within(size(needed), base.points.size)
+    inside = inside and _within(other.frontiers[method][0].size(compute), other.points.size)
     return {"compute": float(compute), "gain": interval(value, draws), "extrapolated": not inside}
+
+
+def _within(value: float, data: np.ndarray) -> bool:
+    return bool(data.min() <= value <= data.max())
 
 
 def _size_gains(base: Fits, other: Fits, trainings: list[Training]) -> list[dict]:
     longest = {one.flops_per_token: one.tokens for one in sorted(trainings, key=lambda one: one.tokens)}
     sizes = distinct(np.array(list(longest)))
-    (small, large), (few, many) = _range(base.points.size), _range(base.points.tokens)
     rows = []
     for size in sizes[np.unique(np.linspace(0, len(sizes) - 1, SIZES).round().astype(int))]:
         tokens = longest[size]
@@ -228,8 +238,8 @@ def _size_gains(base: Fits, other: Fits, trainings: list[Training]) -> list[dict
             a.tokens_for(size, b.loss(size, tokens)) / tokens
             for a, b in zip(base.surface, other.surface, strict=True)
         )
-        inside = small <= size <= large and few <= min(tokens, tokens * value)
-        inside = inside and max(tokens, tokens * value) <= many
+        inside = _within(size, base.points.size) and _within(tokens, base.points.tokens)
+        inside = inside and _within(tokens * value, base.points.tokens)
         row = {"flops_per_token": float(size), "tokens": tokens, "gain": interval(value, draws)}
         rows.append(row | {"extrapolated": not inside})
     return rows

@@ -5,6 +5,8 @@ import numpy as np
 from lomdm_dist.study.scaling_law import PUBLISHED, PUBLISHED_SURFACE
 from lomdm_dist.study.scaling_study import AHEAD, SOURCE
 
+FAR = 0.01  # of log loss: trainings differ by less
+
 
 def say(result: dict) -> str:
     """The result in tables; an interval stands in brackets, what is extrapolated has a star."""
@@ -27,6 +29,8 @@ def _table(name: str, found: dict) -> str:
     if found["surface"]:
         rms, largest = (found["surface"][key] for key in ("residual_rms", "largest_residual"))
         lines.append(f"  residuals of the surface: {rms:.2%} rms, {largest:.2%} at most")
+        if rms > FAR:
+            lines.append("  that is far from such a surface: early training? with --curve take a later share")
     if found["surface_of_parameters"]:
         fit = {key: _cell(value) for key, value in found["surface_of_parameters"].items()}
         lines.append("  in parameters: L(N, D) = {E} + {A} N^-{a} + {B} D^-{b}".format(**fit))
@@ -86,7 +90,7 @@ def _gain_table(base: str, name: str, found: dict) -> str:
         for one in found["at_size"]:
             rows.append([f"M = {one['flops_per_token']:.3g}", f"D = {one['tokens']:.3g}", _gain_cell(one)])
         lines += _aligned(rows)
-    return "\n".join([*lines, f"  * extrapolated: {base} has no trainings of there"])
+    return "\n".join([*lines, "  * extrapolated: no trainings of that compute, size or tokens"])
 
 
 def _gain_cell(one: dict) -> str:

@@ -209,6 +209,7 @@ def test_curves_count_as_one_training(tmp_path, capsys):
     assert ended.value.code == 2 and "--curve" in capsys.readouterr().err
 
 
+ROW = {"objective": "mdlm", "flops_per_token": 1e9, "tokens": 1e9, "loss": 3.1}
 HEAD = "objective,flops_per_token,tokens,loss\n"
 
 
@@ -225,6 +226,7 @@ HEAD = "objective,flops_per_token,tokens,loss\n"
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--curve"], "has a curve"),
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--bootstrap", "5"], "100 draws"),
         ("a.json", "[1]", [], "not a list of rows"),
+        ("a.json", json.dumps([{**ROW, "curve": [[1e8, 4], [9e8, 3.2]]}] * 3), ["--curve"], "1 sizes"),
     ],
 )
 def test_mistakes_are_said_in_a_line(tmp_path, capsys, name, text, options, said):
