@@ -56,7 +56,13 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+# the others: on two tensor-parallel ranks, and with ZeRO 3 too, in test_grids.py
+QUICK = ("linear_head", "polynomial", "ar")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ABLATIONS]
+)
 def test_zero_3_on_two_processes_has_the_curve_of_one_process(name, base, tmp_path):
     """Ablations of the learned order, and what has parameters or a backward pass of its own."""
     options = [*base, *ABLATIONS[name], "train.steps=6"]
