@@ -12,7 +12,7 @@ demo: install
 	python launchers/demo.py
 
 # two at a time, each in one thread: many tests start several processes of their own
-PYTEST := OMP_NUM_THREADS=1 pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 pytest -n 2 --dist worksteal
 
 test: install
 	$(PYTEST)

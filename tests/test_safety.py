@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -36,7 +35,8 @@ from lomdm_dist.secrets import hide
 from lomdm_dist.train.checkpoint import Checkpoint, State, find_checkpoint
 from lomdm_dist.train.metrics import _start_wandb
 from lomdm_dist.train.safe_reader import read_metadata
-from tests.distributed.runs import ROOT, command
+from tests.distributed.grids import command_line, ends_of
+from tests.distributed.runs import ROOT
 
 DEMO = ROOT / "configs/demo.yaml"
 
@@ -499,27 +499,21 @@ def test_a_run_leaves_no_secret(trained_run, tmp_path, capsys, monkeypatch):
     pipe = f'pipe:cat {split}/{{}} # {KEY} https://{TYPED}@host -H "Authorization: Bearer {BEARER}"'
 
     def call(expect: int, *words) -> str:
-        done = subprocess.run(
-            [*map(str, words)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        printed.append(done.stdout + done.stderr)
-        assert done.returncode == expect, printed[-1]
-        return printed[-1]
+        ((status, said),) = ends_of(1, tmp_path, command_line, words, {"MY_STORE_KEY": KEY})
+        printed.append(said)
+        assert status == expect, said
+        return said
 
-    options = [f"train.run={run}", f"data.train={pipe}", "--json", run.with_suffix(".json")]
-    config = trained_run.run / "config.yaml"
-    call(75, *command(1, *options, "--stop-after", 2, config=config))
-    call(0, *command(1, *options, "--resume", "auto", config=config))
+    train = ["train", "--config", trained_run.run / "config.yaml", f"train.run={run}", f"data.train={pipe}"]
+    train += ["--json", run.with_suffix(".json")]
+    call(75, *train, "--stop-after", 2)
+    call(0, *train, "--resume", "auto")
     assert "***" in (run / "config.yaml").read_text() and "***" in run.with_suffix(".json").read_text()
 
     evaluate = ["eval", "ppl", "--checkpoint", run, "--data", pipe.replace(str(split), str(tmp_path / "no"))]
     printed.append(refused(capsys, *evaluate))
     assert "***" in printed[-1]
-    said = call(1, sys.executable, "-m", "lomdm_dist.cli", *evaluate, "--debug")
+    said = call(1, *evaluate, "--debug")
     assert "Traceback" in said and "***" in said
     main(["convert", "to-hf", str(run), str(tmp_path / "hf"), "--json", str(tmp_path / "hf.json")])
     assert "say it anew" in refused(capsys, "train", "--config", run / "config.yaml", "--resume", "auto")

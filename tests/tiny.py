@@ -1,9 +1,6 @@
-"""A tiny corpus, and tiny models really trained on it by `train.py`. For fixtures of all test folders."""
+"""A tiny corpus, and tiny models really trained on it. For fixtures of all test folders."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,6 +12,7 @@ from lomdm_dist.convert.checkpoint import seal
 from lomdm_dist.data.prepare import Request, prepare
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.train.checkpoint import Checkpoint
+from tests.distributed.grids import on_processes, train
 
 REPOSITORY = Path(__file__).parent.parent
 VOCABULARY, LENGTH = 300, 16
@@ -57,14 +55,11 @@ def tiny_config(data: Path, run: Path, objective: str | dict = "lomdm") -> dict:
 
 
 def train_tiny(config: dict) -> Path:
-    """Run `train.py` on a config in a process of its own; returns the run's folder."""
+    """Train by a config in a process of its own; returns the run's folder."""
     run = Path(config["train"]["run"])
     path = run.with_name(run.name + ".yaml")
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    on_processes(1, train, [], None, path)
     return run
 
 

@@ -13,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lomdm_dist.cli import main
+from lomdm_dist.config import load_config
 from lomdm_dist.convert import checkpoint as command
 from lomdm_dist.convert.checkpoint import seal, wrong_pieces
 from lomdm_dist.errors import UserError
 from lomdm_dist.train.checkpoint import Checkpoint, State
-from tests.distributed.runs import curve, finish, start
+from tests.distributed.grids import on_processes
+from tests.distributed.runs import curve
 
 DATA, EMBEDDING = "__0_0.distcp", "backbone.embedding.weight"
 ALL, WEIGHTS = {"raw", "ema", "exp_avg", "exp_avg_sq"}, {"raw", "ema"}
@@ -359,14 +361,16 @@ def test_a_result_that_is_not_whole_is_not_published(copy, tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
+def go_on(checkpoint: Path, overrides: list[str]) -> None:
+    from lomdm_dist.train.loop import train
+
+    train(load_config(checkpoint / "config.yaml", overrides), resume=str(checkpoint))
+
+
 def test_both_forms_continue_alike(old, converted, tmp_path):
     """Two steps on: the second depends on the moments, what is saved then on the average."""
     runs = {checkpoint: tmp_path / checkpoint.name for checkpoint in (old, converted)}
-    processes = [
-        start(1, f"train.run={run}", "train.steps=10", "--resume", path, config=path / "config.yaml")
-        for path, run in runs.items()
-    ]
-    for process in processes:
-        finish(process)
+    for path, run in runs.items():
+        on_processes(1, go_on, path, [f"train.run={run}", "train.steps=10"])
     assert curve(runs[old]) == curve(runs[converted]) and len(curve(runs[old])) == 2
     assert_equal(*(tensors_of(run / "checkpoints/step-10") for run in runs.values()))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.distributed.runs import ROOT
 
-PRELOADED = ["torch", "deepspeed", "megatron.core", "lomdm_dist.train.loop", "lomdm_dist.parallel.tensor"]
+PRELOADED = ["tests.distributed.preloaded"]
 SECONDS = 300
 
 
@@ -111,6 +111,23 @@ def train(overrides: list[str], stop_after: int | None = None, config="configs/d
 
     with contextlib.suppress(StoppedOnRequest):
         train(load_config(ROOT / config, overrides), resume="auto", stop_after=stop_after)
+
+
+def command_line(words: list, environment: dict[str, str] | None = None) -> None:
+    """`lomdm WORDS` in this process, to its end: for `ends_of`."""
+    from lomdm_dist.cli import main
+
+    os.environ |= environment or {}
+    sys.argv, status = ["lomdm", *map(str, words)], 0
+    try:
+        main()
+    except SystemExit as stopped:
+        status = stopped.code or 0
+    except BaseException:  # as Python itself would
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _begin(place: dict) -> None:

@@ -18,7 +18,8 @@ from lomdm_dist.data.order import SourceOrder
 from lomdm_dist.data.shards import Manifest, ShardSet, ShardWriter
 from lomdm_dist.errors import UserError
 from lomdm_dist.train.inputs import open_inputs
-from tests.distributed.runs import curve, finish, start, wait_for
+from tests.distributed.grids import command_line, ends_of
+from tests.distributed.runs import ROOT, curve, finish, start, wait_for
 
 SHARDS = 4
 
@@ -186,15 +187,16 @@ ALL = [(kind, mode) for kind in DAMAGES for mode in ("error", "skip")]
 )
 def test_two_processes_end_with_the_error_or_count(kind, on_bad_shard, base, train, tmp_path):
     run = tmp_path / "run"
-    options = [*base, f"data.train={train}", f"data.valid={train.parent / 'valid'}", f"train.run={run}"]
-    options += [f"data.on_bad_shard={on_bad_shard}", *damage(kind, train), "train.steps=30"]
-    process = start(2, *options)
+    words = ["train", "--config", ROOT / "configs/demo.yaml", *base, f"train.run={run}", "train.steps=30"]
+    words += [f"data.train={train}", f"data.valid={train.parent / 'valid'}"]
+    words += [f"data.on_bad_shard={on_bad_shard}", *damage(kind, train)]
+    ends = ends_of(2, tmp_path, command_line, words, seconds=120)
+    statuses, said = [status for status, _ in ends], "".join(text for _, text in ends)
     _, message, can_skip = DAMAGES[kind]
     if on_bad_shard == "error" or not can_skip:
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode != 0 and re.search(rf"error: .*{message}", said), said
+        assert statuses == [2, 2] and re.search(rf"error: .*{message}", said), said
         return
-    said = finish(process)
+    assert statuses == [0, 0], said
     replaced = sum(curve(run, "replaced_sequences").values())
     if kind == "extra shard":
         assert replaced == 0

@@ -45,7 +45,7 @@ def test_killed_at_any_moment(trials, grids, base, tmp_path):
                     0
                 ].read_text()
                 time.sleep(0.01)
-        time.sleep(draws.uniform(0, 3))
+        time.sleep(draws.uniform(0, 1.5))
         victim = draws.randrange(RANKS)
         before = (run / "latest").read_text() if (run / "latest").exists() else ""
         processes[victim].kill()

@@ -128,7 +128,7 @@ def test_a_job_that_was_suspended_goes_on(base, tmp_path):
         for process in processes:
             os.kill(process.pid, number)
         before = len(curve(run))
-        time.sleep(8)
+        time.sleep(6.5)
     assert len(curve(run)) > before, outputs[0].read_text()
     (run / "stop").touch()
     ends = end(processes, outputs, 60)
@@ -139,7 +139,7 @@ def train_with_a_slow_end(overrides: list[str]) -> None:
     """The first rank is long busy with old checkpoints, when all else is done."""
     from lomdm_dist.train import saver
 
-    saver.drop_old = lambda *_: time.sleep(8) or []
+    saver.drop_old = lambda *_: time.sleep(6.5) or []
     grids.train(overrides)
 
 

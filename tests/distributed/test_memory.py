@@ -35,11 +35,14 @@ def memory_before_the_first_parameter(config: str, tensor_parallel: int) -> tupl
         return memory_gib(), blueprint.parameters
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 4])
-@pytest.mark.parametrize(("config", "parameters"), [("1b", 1_141_251_412), ("7b", 7_366_751_572)])
-def test_large_models_start_without_memory(config, parameters, tensor_parallel):
+PARAMETERS = {"1b": 1_141_251_412, "7b": 7_366_751_572}
+STARTS = [("1b", 4), ("7b", 1), *(pytest.param(*at, marks=pytest.mark.slow) for at in (("1b", 1), ("7b", 4)))]
+
+
+@pytest.mark.parametrize(("config", "tensor_parallel"), STARTS)
+def test_large_models_start_without_memory(config, tensor_parallel):
     of_ranks = on_processes(4, memory_before_the_first_parameter, config, tensor_parallel)
-    assert all(gib < 2 and count == parameters for gib, count in of_ranks)
+    assert all(gib < 2 and count == PARAMETERS[config] for gib, count in of_ranks)
     print(f"{config}, tensor parallel {tensor_parallel}: {max(gib for gib, _ in of_ranks):.2f} GiB a rank")
 
 

@@ -26,7 +26,12 @@ def demo_data(tmp_path_factory) -> Path:
     return data
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    # another order of the windows that left_to_right and blocks have
+    [pytest.param(c, marks=pytest.mark.slow) if c.stem == "permutation" else c for c in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_each_objective_trains_evaluates_and_samples(config, demo_data, tmp_path):
     run = tmp_path / "run"
     data = [f"data.train={demo_data / 'train'}", f"data.valid={demo_data / 'valid'}"]
@@ -56,7 +61,13 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+# the others: on two tensor-parallel ranks, and with ZeRO 3 too, in test_grids.py
+QUICK = ("linear_head", "polynomial", "ar")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ABLATIONS]
+)
 def test_zero_3_on_two_processes_has_the_curve_of_one_process(name, base, tmp_path):
     """Ablations of the learned order, and what has parameters or a backward pass of its own."""
     options = [*base, *ABLATIONS[name], "train.steps=6"]

@@ -11,7 +11,7 @@ from tests.distributed import grids
 from tests.distributed.grids import on_processes
 from tests.distributed.runs import curve
 
-SHORT_RANK, SHORT_STEP = 2, 5
+RANKS, SHORT_RANK, SHORT_STEP = 2, 1, 5
 
 
 def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str | None:
@@ -69,11 +69,11 @@ ENGINES = {
     ("engine", "within"), [("ZeRO 0", "order"), ("ZeRO 1", "forward"), ("ZeRO 1, bf16", "backward")]
 )
 def test_the_step_is_done_again_with_half_the_micro_batch(engine, within, base, tmp_path):
-    options = [*base, "train.steps=8", "train.global_batch=32", "train.micro_batch=4", "model.dropout=0.1"]
+    options = [*base, "train.steps=8", "train.global_batch=16", "train.micro_batch=4", "model.dropout=0.1"]
     options += ENGINES[engine]
     runs = {times: tmp_path / str(times) for times in (0, 1)}
     for times, run in runs.items():
-        on_processes(4, train_with_a_shortage, [*options, f"train.run={run}"], within, times)
+        on_processes(RANKS, train_with_a_shortage, [*options, f"train.run={run}"], within, times)
     tolerance = 1e-3 if "bf16" in engine else 1e-5  # other micro-batches round otherwise
     for key in ("loss", "grad_norm"):
         ours, theirs = curve(runs[1], key), curve(runs[0], key)
@@ -85,19 +85,23 @@ def test_the_step_is_done_again_with_half_the_micro_batch(engine, within, base, 
 
 def test_what_cannot_shrink_ends_with_the_ways_out(base, tmp_path):
     """A micro-batch of one; and engines whose ranks wait for each other inside of it."""
-    options = [*base, "train.steps=8", "train.global_batch=8", "train.micro_batch=1"]
-    said = on_processes(4, train_with_a_shortage, [*options, f"train.run={tmp_path / 'one'}"], "forward", 1)
+    options = [*base, "train.steps=8", "train.global_batch=4", "train.micro_batch=1"]
+    said = on_processes(
+        RANKS, train_with_a_shortage, [*options, f"train.run={tmp_path / 'one'}"], "forward", 1
+    )
     assert all("rank" in text and "with micro-batch 1" in text for text in said)
     assert "(out of memory, says the test): resume with train.recompute=block" in said[SHORT_RANK]
     options = [
         *base,
         "train.steps=8",
-        "train.global_batch=32",
+        "train.global_batch=16",
         "train.micro_batch=4",
         "parallel={engine: fsdp2, zero_stage: 3}",
     ]
     run = tmp_path / "fsdp"
-    said = on_processes(4, train_with_a_shortage, [*options, f"train.run={run}"], "forward", 1, seconds=60)
+    said = on_processes(
+        RANKS, train_with_a_shortage, [*options, f"train.run={run}"], "forward", 1, seconds=60
+    )
     assert all(said), "no rank waits for one that has ended"
     assert (
         f"rank {SHORT_RANK} ran out of memory in step {SHORT_STEP + 1} with micro-batch 4" in said[SHORT_RANK]

@@ -50,7 +50,7 @@ def test_a_file_from_before_the_start_counts(base, tmp_path):
     assert Checkpoint(run).progress.step == 1 and not (run / "stop").exists()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow), "file"])
 def test_the_step_is_finished_and_saved(how, base, tmp_path):
     run = tmp_path / "run"
     options = [

@@ -12,7 +12,7 @@ from tests.distributed.hosts import NO_HOSTS, two_hosts, what_is_missing
 from tests.distributed.runs import assert_same, curve, wait_for
 
 MISSING = what_is_missing()
-CUT_AT, SECONDS = 10, 60
+CUT_AT, LOST, SECONDS = 10, 10, 60
 
 
 @pytest.fixture
@@ -33,10 +33,11 @@ def deepspeed(hosts, folder, *arguments):
     return hosts.run("a", *command, env={"DS_ENV_FILE": str(environment)}, stdout=log, stderr=log)
 
 
-def test_one_result_and_a_cut_cable_ends_both_sides(hosts, base, tmp_path):
+@pytest.mark.parametrize("resumed_on", ["one host", pytest.param("both", marks=pytest.mark.slow)])
+def test_one_result_and_a_cut_cable_ends_both_sides(resumed_on, hosts, base, tmp_path):
     run = tmp_path / "run"
     options = [*base, f"train.run={run}", "train.global_batch=8", "train.micro_batch=4", "train.save_every=5"]
-    options += ["parallel.tensor_parallel=2", "--resume", "auto"]
+    options += ["parallel.tensor_parallel=2", f"faults.lost_seconds={LOST}", "--resume", "auto"]
 
     training = deepspeed(hosts, tmp_path, *options, "train.steps=100000")
     wait_for(run / "metrics.jsonl", f'"step": {CUT_AT},', training, tmp_path / "log.txt")
@@ -50,16 +51,19 @@ def test_one_result_and_a_cut_cable_ends_both_sides(hosts, base, tmp_path):
     at_a, at_b = (re.search(rf"on {name}\): (.*)", said)[1] for name in (a, b))
     print(f"cut at step {last}, all ended after {seconds:.1f} s\n{a}: {at_a}\n{b}: {at_b}")
     assert re.match(
-        rf"no sign of life for 30 s from rank 2 \(.* on {b}\), rank 3 \(.* on {b}\); all end", at_a
+        rf"no sign of life for {LOST} s from rank 2 \(.* on {b}\), rank 3 \(.* on {b}\); all end", at_a
     )
     assert re.match(
-        rf"no contact with rank 0 \(.* on {a}\) for 30 s: it is lost, or the network between", at_b
+        rf"no contact with rank 0 \(.* on {a}\) for {LOST} s: it is lost, or the network between", at_b
     )
 
     hosts.mend("b")
     saved = Checkpoint(run).progress.step
     assert saved >= CUT_AT - 5
-    assert deepspeed(hosts, tmp_path, *options, f"train.steps={last + 4}").wait(timeout=300) == 0
+    if resumed_on == "both":
+        assert deepspeed(hosts, tmp_path, *options, f"train.steps={last + 4}").wait(timeout=300) == 0
+    else:
+        on_processes(2, train, [*options[:-2], f"train.steps={last + 4}"])
     on_processes(
         1,
         train,

@@ -81,7 +81,7 @@ def reductions(overrides: list[str]) -> Counter:
     return counted
 
 
-@pytest.mark.parametrize("engine", ["ZeRO 0", "ZeRO 1", "FSDP2"])
+@pytest.mark.parametrize("engine", [pytest.param("ZeRO 0", marks=pytest.mark.slow), "ZeRO 1", "FSDP2"])
 def test_split_reduces_no_more_than_joint(engine, base, tmp_path):
     """Gradients are reduced once a step by ZeRO 0 and 1, once a micro-batch by FSDP2."""
     options = [*base, *SHAPE, *ACCUMULATED, *ENGINES[engine], "train.steps=2", "train.micro_batch=2"]

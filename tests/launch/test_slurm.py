@@ -157,6 +157,7 @@ def test_other_ends_do_not(submit, tmp_path, behave):
 def test_a_signal_reaches_all_ranks(submit, tmp_path, tasks_a_node, to, number):
     process = submit(2, tasks_a_node, "for i in $(seq 1000); do sleep 0.05; done")
     wait_for(tmp_path / "ranks", 16)
+    wait_for(tmp_path / "tasks", 1)
     for pid in [process.pid] if to == "script" else map(int, lines(tmp_path / "tasks")[0].split()):
         os.kill(pid, number)
     process.communicate(timeout=60)
