@@ -16,12 +16,7 @@ from lomdm_dist.train.step import backpropagate, draw_noise
 from tests.model.test_model import CONFIGS, PARAMETERS, tiny_config
 from tests.train.test_step import OBJECTIVES
 
-FORMS = {
-    "split": {},
-    "joint": {"two_samples": "joint"},
-    "padded": {},
-    "plain": {},
-}
+FORMS = {"split": {}, "joint": {"two_samples": "joint"}, "padded": {}, "plain": {}}
 MORE = {
     "linear head": {"name": "lomdm", "head": "linear"},
     "linear into the backbone": {"name": "lomdm", "head": "linear", "stop_gradient": False},
@@ -43,8 +38,13 @@ def counted(config: Config, device: str, valid: torch.Tensor | None = None) -> t
     return counter.get_total_flops(), sum(rows)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [*OBJECTIVES, *MORE])
+EACH = [(name, form) for name in [*OBJECTIVES, *MORE] for form in FORMS]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [pytest.param(*e, marks=[] if e[0] == "lomdm" or e[1] == "padded" else pytest.mark.slow) for e in EACH],
+)
 def test_each_objective(name, form):
     sizes = {"vocab_size": 101, "length": 32, "width": 64, "heads": 4, "condition_width": 8}
     config = tiny_config(
