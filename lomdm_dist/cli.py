@@ -32,6 +32,7 @@ from lomdm_dist.commands import (
     eval_zero_shot,
     launch,
     plan,
+    plan_scale,
     prepare,
     sample,
     train,
@@ -84,6 +85,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     After an option that takes a list, `--steps 8 16 sampler.top_p=0.9`, it would take them for part of that.
     `--beside` has overrides of its own, and so has the command that `launch` runs.
     """
+    if arguments[:2] == ["plan", "scale"]:  # `plan` is a command, too, which argparse has for no group
+        arguments = ["plan scale", *arguments[2:]]
     words, taken, option = [], [], None
     for word in arguments:
         ours = OVERRIDE.match(word) and option != "--beside" and arguments[0] != "launch"
@@ -161,6 +164,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("plan", plan, "how to train on so many GPUs, and what it takes")
+    add("plan scale", plan_scale, "the same for 1 to thousands of GPUs: curves, days, cost, limits")
     return parser
 
 
