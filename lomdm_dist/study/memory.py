@@ -13,18 +13,18 @@ from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.activations import activation_bytes
 
 GATHERED = 1_000_000_000  # parameters that ZeRO 3 keeps whole between uses; DeepSpeed's default
-SPLIT_OVER_RANKS = (
-    "qkv.weight",
-    "attention_out.weight",
-    "mlp_in.weight",
-    "mlp_in.bias",
-    "mlp_out.weight",
-    "modulation.weight",
-    "modulation.bias",
-    "embedding.weight",
-    "output.weight",
-    "output.bias",
-)
+SPLIT_OVER_RANKS = {  # the dimension, of parameters whose names end so
+    "qkv.weight": 0,
+    "attention_out.weight": 1,
+    "mlp_in.weight": 0,
+    "mlp_in.bias": 0,
+    "mlp_out.weight": 1,
+    "modulation.weight": 0,
+    "modulation.bias": 0,
+    "embedding.weight": 0,
+    "output.weight": 0,
+    "output.bias": 0,
+}
 
 
 class Parameters:
@@ -33,25 +33,33 @@ class Parameters:
     def __init__(self, config: Config):
         with torch.device("meta"):
             model = LoMDM(config.model, config.objective)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.total = sum(math.prod(shape) for shape in self._shapes.values())
 
     def of_rank(self, ranks: int) -> int:
-        return sum(self._part(name, ranks) for name in self._shapes)
+        return sum(math.prod(shape) for shape in self.shapes(ranks).values())
 
     def of_block(self, ranks: int) -> int:
-        return sum(self._part(name, ranks) for name in self._shapes if name.startswith("backbone.blocks.0."))
+        named = self.shapes(ranks).items()
+        return sum(math.prod(shape) for name, shape in named if name.startswith("backbone.blocks.0."))
 
     def outside_blocks(self, ranks: int) -> int:
-        return sum(self._part(n, ranks) for n in self._shapes if ".blocks." not in n and ".block." not in n)
+        named = self.shapes(ranks).items()
+        return sum(
+            math.prod(shape) for name, shape in named if ".blocks." not in name and ".block." not in name
+        )
 
-    def _part(self, name: str, ranks: int) -> int:
-        shape = self._shapes[name]
-        if not name.endswith(SPLIT_OVER_RANKS):
-            return math.prod(shape)
-        if name.startswith(("backbone.embedding", "backbone.output.weight", "backbone.output.bias")):
-            return -(-shape[0] // ranks) * math.prod(shape[1:])  # the last rank's is padded
-        return math.prod(shape) // ranks
+    def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
+        """Of what one of so many tensor-parallel ranks has, by name, padding included."""
+        return {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
+
+
+def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    for ending, dim in SPLIT_OVER_RANKS.items():
+        if name.endswith(ending):
+            part = -(-shape[dim] // ranks)  # only the vocabulary need not divide; the last rank's is padded
+            return (*shape[:dim], part, *shape[dim + 1 :])
+    return shape
 
 
 def network_bytes(config: Config) -> int:
