@@ -1,13 +1,14 @@
 """How near the model of time comes to speeds that others have published (benchmarks/published.yaml).
 
-    python benchmarks/published.py            one line a source
-    python benchmarks/published.py --rows     a line a row, those held out marked
+    python -m benchmarks.published            one line a source
+    python -m benchmarks.published --rows     and one a row, those held out marked
 
 Each source has one factor of computation, from its row of calibration; constants are the same for all.
 """
 
 import argparse
 import dataclasses
+import math
 import statistics
 from dataclasses import dataclass
 from functools import cache
@@ -23,9 +24,13 @@ from lomdm_dist.study.traffic import traffic
 ROWS = Path(__file__).with_name("published.yaml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """A published speed, tokens/s a GPU. `use`: calibration, development or held out; `beyond`: what sets it apart."""
+    """A published speed, tokens/s a GPU.
+
+    use     calibration, development or held out
+    beyond  what sets it apart from those that the test holds
+    """
 
     source: str
     number: int
@@ -45,21 +50,23 @@ class Row:
 
 
 class Counted:
-    """Parameters of a published shape, with what the model of time asks of lomdm_dist.study.memory.Parameters."""
+    """Parameters of a published shape: what the model of time asks of study.memory.Parameters."""
 
     def __init__(self, shape: Shape, tied: bool):
-        self.a_block = sum(width_in * width_out for width_in, width_out in shape.products(1))
-        self.outside = (1 if tied else 2) * shape.vocab * shape.width
-        self.total = shape.blocks * self.a_block + self.outside
+        self.shape, self.tied = shape, tied
+
+    def shapes(self, ranks: int) -> dict[str, tuple]:
+        """By names like ours; products of their rows and columns are those of a tensor-parallel rank."""
+        tables = {"backbone.embedding.weight": (self.shape.vocab / ranks, self.shape.width)}
+        if not self.tied:
+            tables["backbone.output.weight"] = tables["backbone.embedding.weight"]
+        for block in range(self.shape.blocks):
+            for number, product in enumerate(self.shape.products(ranks)):
+                tables[f"backbone.blocks.{block}.{number}.weight"] = product
+        return tables
 
     def of_rank(self, ranks: int) -> float:
-        return self.total / ranks
-
-    def of_block(self, ranks: int) -> float:
-        return self.a_block / ranks
-
-    def outside_blocks(self, ranks: int) -> float:
-        return self.outside / ranks
+        return sum(math.prod(shape) for shape in self.shapes(ranks).values())
 
 
 @cache
@@ -131,9 +138,10 @@ def predicted(row: Row, compute_scale: float = 1.0) -> float:
     )
     parameters = Counted(shape, model.get("tied", False))
     collectives = traffic(config, parameters, data)
-    for collective in collectives:
-        if collective.part == "gradients":
-            collective.bytes *= facts["reduce"] / 4
+    collectives = [
+        dataclasses.replace(one, bytes=one.bytes * facts["reduce"] / 4) if one.part == "gradients" else one
+        for one in collectives
+    ]
     seconds = step_seconds(
         config, parameters, device(row), data, compute_scale, shape=shape, collectives=collectives
     )
@@ -152,8 +160,49 @@ def factor(row: Row) -> float:
 def errors() -> dict[Row, float]:
     """Predicted over published, less one, of all rows but those of calibration."""
     factors = {row.source: factor(row) for row in rows() if row.use == "calibration"}
-    return {
-        (row.source, row.number): predicted(row, factors[row.source]) / row.speed - 1
-        for row in rows()
-        if row.use != "calibration"
-    }
+    others = (row for row in rows() if row.use != "calibration")
+    return {row: predicted(row, factors[row.source]) / row.speed - 1 for row in others}
+
+
+def summary(found: dict[Row, float]) -> str:
+    """Of errors: how many, the median, and the largest on one node and beyond."""
+    sizes = {row: abs(error) for row, error in found.items()}
+    one_node = [size for row, size in sizes.items() if row.one_node]
+    more = [size for row, size in sizes.items() if not row.one_node]
+    cells = [len(sizes), f"{statistics.median(sizes.values()):.1%}"]
+    cells += [f"{max(some):.1%}" if some else "" for some in (one_node, more)]
+    return " | ".join(str(cell) for cell in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", action="store_true", help="a line a row")
+    parser.add_argument("--without-held-out", action="store_true", help="while constants are being set")
+    options = parser.parse_args()
+    found = {r: e for r, e in errors().items() if not (options.without_held_out and r.use == "held out")}
+    if options.rows:
+        print(
+            "| source | model, length x micro-batch x accumulation | GPUs | published | predicted | error | |"
+        )
+        print("|---|---|---|---|---|---|---|")
+        for row, error in found.items():
+            cells = [row.source, row.name, row.facts["gpus"], f"{row.speed:,.0f}"]
+            cells += [
+                f"{row.speed * (1 + error):,.0f}",
+                f"{error:+.1%}",
+                "held out" * (row.use == "held out"),
+            ]
+            print(f"| {' | '.join(str(cell) for cell in cells)} |")
+        print()
+    print("| | rows | median | one node, largest | beyond, largest |\n|---|---|---|---|---|")
+    held = {row: error for row, error in found.items() if not row.beyond}
+    for source in dict.fromkeys(row.source for row in found):
+        own = {row: error for row, error in found.items() if row.source == source}
+        print(f"| {source} | {summary(own)} |")
+    for use in dict.fromkeys(row.use for row in held):
+        print(f"| all {use} | {summary({r: e for r, e in held.items() if r.use == use})} |")
+    print(f"| all | {summary(held)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -43,7 +43,7 @@ class Device:
 
 
 def read_hardware(path: str | Path) -> dict[str, Device]:
-    """Devices by name from a file like lomdm_dist/hardware.yaml. Raises UserError where it is not like that."""
+    """Devices by name from a file like lomdm_dist/hardware.yaml. Raises UserError where it is none."""
     wanted = {f.name for f in fields(Device)} - {"name", "a_node"}
     try:
         table = yaml.safe_load(Path(path).read_text())

@@ -35,6 +35,7 @@ class Parameters:
             model = LoMDM(config.model, config.objective)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.total = sum(math.prod(shape) for shape in self._shapes.values())
+        self._of_ranks: dict[int, dict] = {}
 
     def of_rank(self, ranks: int) -> int:
         return sum(math.prod(shape) for shape in self.shapes(ranks).values())
@@ -51,7 +52,9 @@ class Parameters:
 
     def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
         """Of what one of so many tensor-parallel ranks has, by name, padding included."""
-        return {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
+        if ranks not in self._of_ranks:
+            self._of_ranks[ranks] = {n: _part(n, shape, ranks) for n, shape in self._shapes.items()}
+        return self._of_ranks[ranks]
 
 
 def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -106,7 +106,8 @@ class Plan:
         if seconds:
             lines += [
                 f"step {seconds.step:.3f} s: compute {seconds.compute:.3f}, update {seconds.update:.3f}, "
-                f"communication {seconds.communication:.3f} that compute does not hide; most of it {seconds.limit}",
+                f"communication {seconds.communication:.3f} that compute does not hide",
+                f"  most of it {seconds.limit}",
                 f"  {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['tokens_per_second_per_gpu']:,.0f} a GPU, MFU {result['mfu']:.1%}",
             ]

@@ -1,9 +1,9 @@
 """Seconds of a training step on GPUs, from its operations, bytes and collectives: a roofline.
 
-A matrix product is computed at a share of the peak and moves its three matrices once; pointwise operations run at
-the memory's bandwidth; a block takes no less time than its kernels take to start; a collective is a ring over the
-slower of a node's links and its network, and each of its calls a wait. docs/planner.md says what the constants rest
-on.
+A matrix product is computed at a share of the peak and moves its three matrices once; pointwise operations
+run at the memory's bandwidth; a block takes no less time than its kernels take to start; a collective is a
+ring over the slower of a node's links and its network, and each of its calls a wait. docs/planner.md says
+what the constants rest on.
 """
 
 import math
@@ -27,8 +27,8 @@ KERNELS = 14  # of a block's forward pass; twice as many of its backward
 HOOKS = {"deepspeed": 5e-4, "fsdp2": 1e-4}  # seconds of Python around a block whose parameters are gathered
 AROUND = 1e-3  # seconds a pass: noise, schedules, waiting for the number of masked positions
 LATENCY, HOP = 20e-6, 3e-6  # seconds of a collective's call, and of each step of its ring or tree
-# Of transfers, computation hides so much with ZeRO 3 and FSDP2, and nothing elsewhere. Those inside a node take
-# from it the memory's bandwidth and processors that those over the network leave alone. Waits are never hidden.
+# Of transfers, computation hides so much with ZeRO 3 and FSDP2, and nothing elsewhere. Those inside a node
+# take from it what those over the network leave alone: memory bandwidth, processors. Waits are never hidden.
 HIDDEN = {"NVLink": 0.65, "network": 0.9}
 
 RESOURCES = ("compute", "memory bandwidth", "kernel starts", "NVLink", "network", "latency", "data")
@@ -221,8 +221,11 @@ def _loss(config: Config, gpu: Device, shape: Shape, tokens: int) -> Work:
 
 
 def _communication(config: Config, gpu: Device, collectives: list[Collective], compute: float) -> dict:
-    """Seconds that computation does not hide, by what takes them: all of the tensor-parallel ranks', which it waits
-    for, and of the data-parallel ones' a share, or what is longer than it."""
+    """Seconds that computation does not hide, by what takes them.
+
+    It waits for all of the tensor-parallel ranks'; of the data-parallel ones' a share shows, or what is
+    longer than it.
+    """
     parallel, tensor, data = config.parallel, dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
     for collective in collectives:
         group = tensor if collective.group == "tensor" else data

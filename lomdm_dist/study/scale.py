@@ -1,4 +1,4 @@
-"""A training on 1 to thousands of GPUs: the best plan for each number of them, and what limits it. Predictions."""
+"""A training on 1 to thousands of GPUs: the best plan for each number, and what limits it. Predictions."""
 
 import json
 from dataclasses import dataclass
@@ -53,10 +53,10 @@ def scale(
     calibration: Calibration | None = None,
     fixed: tuple[str, ...] = (),
 ) -> dict[str, list[Point]]:
-    """A point for each number of GPUs: `strong` with the batch of the config, `weak` with one that grows with them.
+    """A point for each number of GPUs: `strong` with the config's batch, `weak` with one that grows.
 
-    The weak ones have as many sequences a GPU as the first strong one that there is a plan for. Raises UserError
-    where there is none for any number.
+    The weak ones have as many sequences a GPU as the first strong one that there is a plan for. Raises
+    UserError where there is none for any number.
     """
     points = {STRONG: [], WEAK: []}
     batch = config.train.global_batch
@@ -93,7 +93,7 @@ def _point(config: Config, gpus: int, device: Device, calibration: Calibration |
 
 
 def _limit(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> str:
-    """What keeps it from being faster: the batch or the memory that shuts plans out, or what takes most of a step."""
+    """The batch or the memory, where they shut faster plans out; or what takes most of a step."""
     if "parallel.tensor_parallel" not in fixed and undivided(best, plans):
         return "the batch"
     if best.seconds.step > SLOWED * min(plan.seconds.step for plan in plans):
@@ -102,7 +102,7 @@ def _limit(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> str:
 
 
 def rows(points: list[Point], tokens: float, price: float | None) -> list[dict]:
-    """A dict a point; `efficiency` is tokens/s a GPU over those of the first, `cost` in the money of `price`."""
+    """A dict a point; `efficiency` is tokens/s a GPU over the first's, `cost` in the money of `price`."""
     found, first = [], None
     for point in points:
         row = {"gpus": point.gpus, "global_batch": point.batch, "reason": point.reason or None}
@@ -119,9 +119,9 @@ def rows(points: list[Point], tokens: float, price: float | None) -> list[dict]:
 
 
 def from_bench(path: Path) -> tuple[Calibration, str]:
-    """Factors from the fastest row a GPU of a result of `lomdm bench throughput`, and what they rest on in words.
+    """Factors from that row of a `lomdm bench throughput` that was fastest a GPU; and the words for it.
 
-    Raises UserError where it has none that was measured on a GPU of the table.
+    Raises UserError where there is none that was measured on a GPU of the table.
     """
     try:
         result = json.loads(path.read_text())
@@ -131,7 +131,7 @@ def from_bench(path: Path) -> tuple[Calibration, str]:
         config = make_config(result["config"], _overrides(best["overrides"]), path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"--calibrate {path}: no result of `lomdm bench throughput --json` with a row that was measured: {error!r}"
+            f"--calibrate {path}: no result of `lomdm bench throughput` with a measured row: {error!r}"
         ) from None
     device = known_gpu(name) or GPUS.get(name)
     if device is None:
@@ -143,8 +143,8 @@ def from_bench(path: Path) -> tuple[Calibration, str]:
     data = best["phases"].get("data", 0.0) / (config.train.global_batch / plan.data_parallel)
     factors = Calibration(factors.compute, factors.activations, data)
     said = (
-        f"{best['name']} of {path.name}, {ranks} x {name}: computation takes {factors.compute:.2f} and activations "
-        f"{factors.activations:.2f} times what the table alone predicts"
+        f"{best['name']} of {path.name}, {ranks} x {name}: computation takes {factors.compute:.2f} and "
+        f"activations {factors.activations:.2f} times what the table alone predicts"
     )
     return factors, said
 
@@ -205,7 +205,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Tokens/s and MFU by the number of GPUs; a colour says what limits a point, the ideal is the first point's."""
+    """Tokens/s and MFU by the number of GPUs; a colour says what limits a point."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -230,10 +230,10 @@ def draw(result: dict, path: Path) -> None:
     ideal = [first["tokens_per_second_per_gpu"] * row["gpus"] for row in result[STRONG]]
     speed.plot([row["gpus"] for row in result[STRONG]], ideal, ":", color="0.3", linewidth=1)
     speed.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s, predicted")
-    mfu.set(xscale="log", xlabel="GPUs", ylabel="MFU, %", ylim=(0, None))
+    mfu.set(xscale="log", xlabel="GPUs", ylabel="MFU, %", ylim=(0, 1.1 * mfu.get_ylim()[1]))
     for axes in (speed, mfu):
         axes.set_xscale("log", base=2)
-        axes.set_xticks([row["gpus"] for row in result[STRONG]][::2])
+        axes.set_xticks([row["gpus"] for row in result[STRONG]][:: 1 + (len(result[STRONG]) > 7)])
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
