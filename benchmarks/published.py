@@ -29,13 +29,15 @@ class Row:
     """A published speed, tokens/s a GPU.
 
     use     calibration, development or held out
-    beyond  what sets it apart from those that the test holds
+    beyond  what sets its source apart from those that the test holds
+    missed  why the model misses it
     """
 
     source: str
     number: int
     use: str
     beyond: str
+    missed: str
     facts: dict
     speed: float
 
@@ -82,7 +84,17 @@ def rows() -> list[Row]:
             if number != source["calibration"]:
                 others += 1
                 use = "development" if others % 3 else "held out"
-            found.append(Row(name, number, use, source.get("beyond", ""), facts, facts.pop("speed")))
+            found.append(
+                Row(
+                    name,
+                    number,
+                    use,
+                    source.get("beyond", ""),
+                    source.get("misses", {}).get(number, ""),
+                    facts,
+                    facts.pop("speed"),
+                )
+            )
     return found
 
 

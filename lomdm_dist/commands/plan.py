@@ -61,5 +61,5 @@ def _plan(options) -> None:
     kept = [override for override in options.overrides if not keys_of(override) <= set(CHOSEN)]
     print(hide("\n".join(chosen.lines(kept))))
     print("\n".join(["", *([f"calibrated by {said}"] if said else []), f"left out: {'; '.join(left_out())}"]))
-    result = chosen.as_dict() | {"calibrated by": said, "left out": left_out()}
+    result = chosen.as_dict() | {"calibrated_by": said, "left_out": left_out()}
     machine.write_result(options.json, result, chosen.config.as_dict())

@@ -50,9 +50,10 @@ def _plan_scale(options) -> None:
             "calibrated by": said,
             "mfu": "operations a step needs, those computed again not among them, over the peak in bf16",
             "efficiency": "tokens/s a GPU over those of the first number of GPUs that has a plan",
-            "limit": "what takes most of a step; or memory, or the batch, where they shut out faster plans",
+            "limit": "compute, where it is half of a step, or the largest of what else takes time; "
+            "memory, where a plan that does not fit is a tenth faster; the batch, where it is too small",
             "strong": "global_batch of the config",
-            "weak": "sequences a GPU of the first plan",
+            "weak": "as many sequences a GPU as the first plan for a whole node has",
             "price": options.price,
             "left out": scale.left_out(),
         },

@@ -107,7 +107,7 @@ class Plan:
             lines += [
                 f"step {seconds.step:.3f} s: compute {seconds.compute:.3f}, update {seconds.update:.3f}, "
                 f"communication {seconds.communication:.3f} that compute does not hide",
-                f"  most of it {seconds.limit}",
+                f"  limited by: {seconds.limit}",
                 f"  {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['tokens_per_second_per_gpu']:,.0f} a GPU, MFU {result['mfu']:.1%}",
             ]

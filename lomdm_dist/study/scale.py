@@ -1,7 +1,7 @@
 """A training on 1 to thousands of GPUs: the best plan for each number, and what limits it. Predictions."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,7 +15,17 @@ from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, calibrate, candidat
 
 SLOWED = 1.1  # a plan this much faster that does not fit: it is memory that limits
 MOST = 1_000_000  # GPUs
-LIMITS = (*roofline.RESOURCES, "memory", "the batch")
+COLOURS = {  # of what limits: what a step's time goes into, or what shuts faster plans out
+    "compute": "tab:blue",
+    "memory bandwidth": "tab:cyan",
+    "kernel starts": "tab:olive",
+    "NVLink": "tab:orange",
+    "network": "tab:red",
+    "latency": "tab:pink",
+    "data": "tab:brown",
+    "memory": "tab:purple",
+    "the batch": "tab:green",
+}
 STRONG, WEAK = "strong", "weak"
 
 
@@ -55,8 +65,8 @@ def scale(
 ) -> dict[str, list[Point]]:
     """A point for each number of GPUs: `strong` with the config's batch, `weak` with one that grows.
 
-    The weak ones have as many sequences a GPU as the first strong one that there is a plan for. Raises
-    UserError where there is none for any number.
+    The weak ones have as many sequences a GPU as the first strong one with a plan, from a whole node on.
+    Raises UserError where there is no plan for any number.
     """
     points = {STRONG: [], WEAK: []}
     batch = config.train.global_batch
@@ -64,9 +74,10 @@ def scale(
         for number in gpus:
             points[STRONG].append(_point(config, number, device, calibration, fixed))
             bar.update()
-        first = next((point for point in points[STRONG] if point.plan), None)
-        if first is None:
+        planned = [point for point in points[STRONG] if point.plan]
+        if not planned:
             raise UserError(f"no plan for any number of GPUs; for {gpus[-1]}: {points[STRONG][-1].reason}")
+        first = next((point for point in planned if point.gpus >= device.a_node), planned[-1])
         for number, strong in zip(gpus, points[STRONG], strict=True):
             larger, rest = divmod(batch * number, first.gpus)
             if rest or not larger:
@@ -93,7 +104,7 @@ def _point(config: Config, gpus: int, device: Device, calibration: Calibration |
 
 
 def _limit(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> str:
-    """The batch or the memory, where they shut faster plans out; or what takes most of a step."""
+    """The batch or the memory, where they shut faster plans out; or what its time goes into."""
     if "parallel.tensor_parallel" not in fixed and undivided(best, plans):
         return "the batch"
     if best.seconds.step > SLOWED * min(plan.seconds.step for plan in plans):
@@ -127,26 +138,24 @@ def from_bench(path: Path) -> tuple[Calibration, str]:
         result = json.loads(path.read_text())
         measured = [row for row in result["rows"] if not row.get("error")]
         best = max(measured, key=lambda row: row["tokens_per_second_per_gpu"])
-        name, ranks = best["device"], best["ranks"]
+        name, ranks, seconds = best["device"], best["ranks"], float(best["step_seconds"])
+        size, reading = int(best["peak_memory_bytes"]), float(best["phases"].get("data", 0.0))
         config = make_config(result["config"], _overrides(best["overrides"]), path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"--calibrate {path}: no result of `lomdm bench throughput` with a measured row: {error!r}"
         ) from None
     device = known_gpu(name) or GPUS.get(name)
     if device is None:
-        raise UserError(
-            f"--calibrate {path}: was measured on {name}, whose speed is not in the table of devices"
-        )
+        raise UserError(f"--calibrate {path}: was measured on {name}, which is not in the table of devices")
     plan = candidates(config, ranks, device, fixed=CHOSEN)[0]
-    factors = calibrate(plan, best["step_seconds"], best["peak_memory_bytes"])
-    data = best["phases"].get("data", 0.0) / (config.train.global_batch / plan.data_parallel)
-    factors = Calibration(factors.compute, factors.activations, data)
+    factors = calibrate(plan, seconds, size)
+    a_sequence = reading * plan.data_parallel / config.train.global_batch
     said = (
         f"{best['name']} of {path.name}, {ranks} x {name}: computation takes {factors.compute:.2f} and "
         f"activations {factors.activations:.2f} times what the table alone predicts"
     )
-    return factors, said
+    return replace(factors, data=a_sequence), said
 
 
 def _overrides(said) -> list[str]:
@@ -179,9 +188,7 @@ def as_table(found: list[dict], price: float | None) -> list[str]:
             continue
         choice = row["choice"]
         cells = [f"{row['gpus']:,}", f"{row['global_batch']:,}", choice["parallel.tensor_parallel"]]
-        cells += [
-            choice[f"{key}"] for key in ("parallel.zero_stage", "train.micro_batch", "train.two_samples")
-        ]
+        cells += [choice[key] for key in ("parallel.zero_stage", "train.micro_batch", "train.two_samples")]
         cells += [
             choice["train.recompute"],
             f"{row['memory_gib']['total']:.1f}",
@@ -206,7 +213,6 @@ def check_plot(path: Path) -> None:
 
 def draw(result: dict, path: Path) -> None:
     """Tokens/s and MFU by the number of GPUs; a colour says what limits a point."""
-    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -214,7 +220,6 @@ def draw(result: dict, path: Path) -> None:
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     speed, mfu = figure.subplots(1, 2)
-    colours = dict(zip(LIMITS, colormaps["tab10"].colors, strict=False))
     named = []
     for kind, style in ((WEAK, "--"), (STRONG, "-")):
         found = [row for row in result[kind] if not row["reason"]]
@@ -222,8 +227,8 @@ def draw(result: dict, path: Path) -> None:
         for axes, key, times in ((speed, "tokens_per_second", 1), (mfu, "mfu", 100)):
             values = [times * row[key] for row in found]
             axes.plot(gpus, values, style, color="0.55", linewidth=1, zorder=1)
-            filled = [colours[row["limit"]] if kind == STRONG else "white" for row in found]
-            edges = [colours[row["limit"]] for row in found]
+            filled = [COLOURS[row["limit"]] if kind == STRONG else "white" for row in found]
+            edges = [COLOURS[row["limit"]] for row in found]
             axes.scatter(gpus, values, c=filled, edgecolors=edges, s=34, zorder=2)
         named += [row["limit"] for row in found]
     first = next(row for row in result[STRONG] if not row["reason"])
@@ -246,8 +251,8 @@ def draw(result: dict, path: Path) -> None:
     ]
     speed.legend(handles=kinds, frameon=False, fontsize="small")
     limits = [
-        Line2D([], [], linestyle="", marker="o", color=colours[name], label=name)
-        for name in LIMITS
+        Line2D([], [], linestyle="", marker="o", color=COLOURS[name], label=name)
+        for name in COLOURS
         if name in named
     ]
     mfu.legend(handles=limits, frameon=False, fontsize="small", title="limited by", loc="lower left")
