@@ -13,6 +13,13 @@ from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.activations import activation_bytes
 
 GATHERED = 1_000_000_000  # parameters that ZeRO 3 keeps whole between uses; DeepSpeed's default
+LEFT_OUT = (  # of `memory`, and of what a dry run counts
+    "the CUDA context and the libraries' kernels",
+    "workspaces of cuBLAS and cuDNN",
+    "buffers of NCCL",
+    "fragments of the allocator",
+    "batches that wait on the device",
+)
 SPLIT_OVER_RANKS = {  # the dimension, of parameters whose names end so
     "qkv.weight": 0,
     "attention_out.weight": 1,

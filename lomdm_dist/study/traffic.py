@@ -12,6 +12,7 @@ from lomdm_dist.model.flops import predicted_share
 from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.memory import Parameters, network_bytes
+from lomdm_dist.study.zero3 import gathered
 
 SUMS = 12  # numbers that a step's metrics are made of
 ALIGNED = 2  # elements a rank that DeepSpeed fills its flat tensors up to
@@ -25,7 +26,8 @@ class Collective:
     kind   all_reduce, all_gather, reduce_scatter, broadcast
     group  data: the data-parallel ranks; shards, copies: those of `parallel.shard_group`; tensor; world
     part   gradients, weights, activations (and the gradients of what tensor-parallel ranks share), loss
-           (statistics of a vocabulary in parts), norm (and checks of it), metrics, order (of ZeRO 3's modules)
+           (statistics of a vocabulary in parts), norm (and checks of it), metrics. Not in the formula, and
+           few bytes: order, with which ZeRO 3 compares between ranks what it has recorded
     calls  in the step
     bytes  of the whole tensors: what is reduced, or what is there when it is gathered. A ring of n ranks
            moves (n - 1) / n of that over each link, an all_reduce twice that
@@ -91,16 +93,18 @@ def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
 
 
 def _zero3(config: Config, parameters: Parameters, ranks: int) -> Iterator[Collective]:
-    shapes, size = parameters.shapes(config.parallel.tensor_parallel), network_bytes(config)
-    times, learned = _accumulation(config, ranks), config.objective.name == "lomdm"
-    mine, of_order = _elements(shapes, ""), _elements(shapes, ORDER)
-    gathers, blocks = 2 * passes(config) + learned, config.model.blocks
-    yield Collective(
-        "all_gather", "data", "weights", times * gathers * blocks, times * gathers * size * mine, ranks
-    )
-    reached = passes(config) * (mine - of_order) + of_order
-    buckets = math.ceil(reached / REDUCE_BUCKET)
-    yield Collective("reduce_scatter", "data", "gradients", times * buckets, times * 4 * reached, ranks)
+    """Tensors are shared out one by one, filled up; gradients are reduced in each backward pass."""
+    shapes = parameters.shapes(config.parallel.tensor_parallel)
+    sizes = {name: _fill(math.prod(shape), ranks) for name, shape in shapes.items()}
+    times, size = _accumulation(config, ranks), network_bytes(config)
+    calls, elements = gathered(config, sizes, times)
+    of_order = sum(count for name, count in sizes.items() if name.startswith(ORDER))
+    reached = [sum(sizes.values()) - of_order] * passes(config) + [of_order] * (of_order > 0)
+    buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)
+    yield Collective("all_gather", "data", "weights", calls, size * elements, ranks)
+    yield Collective("reduce_scatter", "data", "gradients", times * buckets, times * 4 * sum(reached), ranks)
+    groups = 1 + any(name.startswith("phi.") for name in shapes)  # of the optimiser's
+    yield Collective("all_reduce", "data", "norm", groups, 8 * groups, ranks)
 
 
 ORDER = ("phi.", "token_exponents.")  # whose gradient comes through the order's leaf, after all others
@@ -191,6 +195,9 @@ def _of_tensors(config: Config, data_parallel: int, rows: float | None) -> Itera
     for kind, (calls, elements) in moves.counts.items():
         yield Collective(kind, "tensor", "activations", times * calls, times * size * elements, ranks)
     yield Collective("all_reduce", "tensor", "activations", times * n, size * width * rows, ranks)
+    if objective.name == "genmd4":  # the gradients of its exponents
+        whole = 4 * config.model.vocab_size
+        yield Collective("all_reduce", "tensor", "activations", times * n, times * n * whole, ranks)
     yield Collective("all_reduce", "tensor", "loss", 2 * chunks, 4 * (1 + statistics) * rows, ranks)
 
 
