@@ -8,6 +8,7 @@ gathered at each use and let go of at once, the small parameters that it would l
 """
 
 from collections import deque
+from functools import cache
 
 from lomdm_dist.config import Config
 
@@ -15,6 +16,7 @@ AHEAD = 50_000_000  # elements that it fetches ahead; this and the next two are 
 SOON = 1_000_000_000  # elements used in between, up to which what is used again is kept
 SMALL = 100_000  # elements: up to there a parameter is to be kept
 KEPT_AT_MOST = 1_000_000_000
+FEW = 4  # micro-batches
 BLOCK = ("modulation", "norm1", "qkv", "attention_out", "norm2", "mlp_in", "mlp_out")
 CONDITION = ["backbone.condition.mlp.0", "backbone.condition.mlp.2"]
 
@@ -22,16 +24,27 @@ CONDITION = ["backbone.condition.mlp.0", "backbone.condition.mlp.2"]
 def gathered(config: Config, sizes: dict[str, int], accumulation: int) -> tuple[float, float]:
     """(all-gathers, elements) of a step of so many micro-batches: the mean of two steps, after two others.
 
-    sizes: elements of each parameter, by name, filled up to divide.
+    sizes: elements of each parameter, by name, filled up to divide. After a few micro-batches each two more
+    gather what the two before did, so no more than a few are followed.
     """
-    coordinator = _Coordinator(sizes)
     rounds = rounds_of(config, {name.rpartition(".")[0] for name in sizes})
+    of = tuple(tuple(uses) for uses in rounds), tuple(sizes.items())
+    more, few = divmod(accumulation - FEW, 2)
+    if more <= 0:
+        return _followed(*of, accumulation)
+    before, after = _followed(*of, FEW - 2 + few), _followed(*of, FEW + few)
+    return tuple(end + more * (end - start) for start, end in zip(before, after, strict=True))
+
+
+@cache
+def _followed(rounds: tuple, sizes: tuple, accumulation: int) -> tuple[float, float]:
+    coordinator = _Coordinator(dict(sizes))
     for step in range(4):
         if step == 2:
             coordinator.calls = coordinator.elements = 0
         for _ in range(accumulation):
             for uses in rounds:
-                coordinator.run(uses)
+                coordinator.run(list(uses))
         coordinator.update()
     return coordinator.calls / 2, coordinator.elements / 2
 
