@@ -95,9 +95,10 @@ def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
 def _zero3(config: Config, parameters: Parameters, ranks: int) -> Iterator[Collective]:
     """Tensors are shared out one by one, filled up; gradients are reduced in each backward pass."""
     shapes = parameters.shapes(config.parallel.tensor_parallel)
-    sizes = {name: _fill(math.prod(shape), ranks) for name, shape in shapes.items()}
+    plain = {name: math.prod(shape) for name, shape in shapes.items()}
+    sizes = {name: _fill(count, ranks) for name, count in plain.items()}
     times, size = _accumulation(config, ranks), network_bytes(config)
-    calls, elements = gathered(config, sizes, times)
+    calls, elements = gathered(config, plain, ranks, times)
     of_order = sum(count for name, count in sizes.items() if name.startswith(ORDER))
     reached = [sum(sizes.values()) - of_order] * passes(config) + [of_order] * (of_order > 0)
     buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)

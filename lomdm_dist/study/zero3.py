@@ -7,7 +7,7 @@ every other one has a record, and that one only up to where it goes another way;
 gathered at each use and let go of at once, the small parameters that it would like to keep among them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from functools import cache
 
 from lomdm_dist.config import Config
@@ -21,32 +21,39 @@ BLOCK = ("modulation", "norm1", "qkv", "attention_out", "norm2", "mlp_in", "mlp_
 CONDITION = ["backbone.condition.mlp.0", "backbone.condition.mlp.2"]
 
 
-def gathered(config: Config, sizes: dict[str, int], accumulation: int) -> tuple[float, float]:
+def gathered(config: Config, sizes: dict[str, int], ranks: int, accumulation: int) -> tuple[float, float]:
     """(all-gathers, elements) of a step of so many micro-batches: the mean of two steps, after two others.
 
-    sizes: elements of each parameter, by name, filled up to divide. After a few micro-batches each two more
-    gather what the two before did, so no more than a few are followed.
+    sizes: elements of each parameter, by name; gathered, they are filled up to divide over the ranks. After a
+    few micro-batches each two more gather what the two before did, so no more than a few are followed.
     """
     rounds = rounds_of(config, {name.rpartition(".")[0] for name in sizes})
     of = tuple(tuple(uses) for uses in rounds), tuple(sizes.items())
     more, few = divmod(accumulation - FEW, 2)
     if more <= 0:
-        return _followed(*of, accumulation)
-    before, after = _followed(*of, FEW - 2 + few), _followed(*of, FEW + few)
+        return _filled(_followed(*of, accumulation), sizes, ranks)
+    before, after = (_filled(_followed(*of, n), sizes, ranks) for n in (FEW - 2 + few, FEW + few))
     return tuple(end + more * (end - start) for start, end in zip(before, after, strict=True))
 
 
+def _filled(counts: tuple[int, Counter], sizes: dict[str, int], ranks: int) -> tuple[float, float]:
+    calls, times = counts
+    elements = sum(count * -(-sizes[name] // ranks) * ranks for name, count in times.items())
+    return calls / 2, elements / 2
+
+
 @cache
-def _followed(rounds: tuple, sizes: tuple, accumulation: int) -> tuple[float, float]:
+def _followed(rounds: tuple, sizes: tuple, accumulation: int) -> tuple[int, Counter]:
+    """Of two steps: all-gathers, and how often each parameter is in one."""
     coordinator = _Coordinator(dict(sizes))
     for step in range(4):
         if step == 2:
-            coordinator.calls = coordinator.elements = 0
+            coordinator.calls, coordinator.times = 0, Counter()
         for _ in range(accumulation):
             for uses in rounds:
                 coordinator.run(list(uses))
         coordinator.update()
-    return coordinator.calls / 2, coordinator.elements / 2
+    return coordinator.calls, coordinator.times
 
 
 def rounds_of(config: Config, modules: set[str]) -> list[list[str]]:
@@ -95,7 +102,7 @@ class _Coordinator:
         for name in sizes:
             self.own.setdefault(name.rpartition(".")[0], []).append(name)
         self.small = {name for name, size in sizes.items() if size < SMALL}
-        self.calls = self.elements = 0
+        self.calls, self.times = 0, Counter()
         self.mode, self.record = "invalid", []
         self.here, self.ahead = set(), set()  # gathered; of these not yet used
         self.released = {}  # by module and place, once and for all: DeepSpeed caches it beyond the record
@@ -103,7 +110,7 @@ class _Coordinator:
     def gather(self, names: set[str]) -> None:
         if names:
             self.calls += 1
-            self.elements += sum(self.sizes[name] for name in names)
+            self.times.update(names)
             self.here |= names
 
     def run(self, uses: list[str]) -> None:
@@ -161,5 +168,5 @@ class _Coordinator:
     def update(self) -> None:
         """After the optimiser, which changed them, the small ones are gathered, one by one."""
         self.calls += len(self.small)
-        self.elements += sum(self.sizes[name] for name in self.small)
+        self.times.update(self.small)
         self.here |= self.small
