@@ -105,13 +105,22 @@ class _Coordinator:
         self.calls, self.times = 0, Counter()
         self.mode, self.record = "invalid", []
         self.here, self.ahead = set(), set()  # gathered; of these not yet used
+        self.held = 0  # elements of those gathered
         self.released = {}  # by module and place, once and for all: DeepSpeed caches it beyond the record
 
     def gather(self, names: set[str]) -> None:
         if names:
             self.calls += 1
             self.times.update(names)
-            self.here |= names
+            self.keep(names)
+
+    def keep(self, names: set[str]) -> None:
+        self.held += sum(self.sizes[name] for name in names - self.here)
+        self.here |= names
+
+    def drop(self, names: set[str]) -> None:
+        self.held -= sum(self.sizes[name] for name in names & self.here)
+        self.here -= names
 
     def run(self, uses: list[str]) -> None:
         """One round."""
@@ -122,7 +131,7 @@ class _Coordinator:
         for at, module in enumerate(uses):
             if self.mode == "complete" and self.record[at : at + 1] != [module]:
                 self.mode, self.record = "invalid", []
-                self.here -= self.ahead
+                self.drop(self.ahead)
                 self.ahead = set()
             if self.mode == "record":
                 self.record.append(module)
@@ -131,9 +140,9 @@ class _Coordinator:
             self.ahead -= own
             if self.mode == "complete":
                 self._fetch_ahead(queue, fetched_for, own, at)
-                self.here -= self._to_release(module, at, fetched_for)
+                self.drop(self._to_release(module, at, fetched_for))
             else:
-                self.here -= own
+                self.drop(own)
 
     def _fetch_ahead(self, queue: deque, fetched_for: dict, own: set[str], at: int) -> None:
         due, passed = {name for name in own if fetched_for.get(name, -1) < at}, set()
@@ -141,7 +150,7 @@ class _Coordinator:
             name, place = queue.popleft()
             fetched_for[name] = place
             passed.add(name)
-        room = min(AHEAD, KEPT_AT_MOST - sum(self.sizes[name] for name in self.here))
+        room = min(AHEAD, KEPT_AT_MOST - self.held)
         names, count = set(), 0
         while queue and count < room:
             name, place = queue.popleft()
@@ -169,4 +178,4 @@ class _Coordinator:
         """After the optimiser, which changed them, the small ones are gathered, one by one."""
         self.calls += len(self.small)
         self.times.update(self.small)
-        self.here |= self.small
+        self.keep(self.small)
