@@ -152,11 +152,11 @@ def _hollow(operation, arguments, named):
     """The result of an operation on large floats, without its arithmetic; of any other, the result."""
     if operation.is_view or operation._schema.name.startswith("aten::empty"):
         return _zeroed(operation(*arguments, **named), fresh=not operation.is_view)
-    large = any(
-        isinstance(leaf, Tensor) and leaf.numel() >= LARGE and leaf.dtype in (torch.bfloat16, torch.float32)
-        for leaf in tree_leaves((arguments, named))
-    )
-    if not large:
+    tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
+    floats = (torch.bfloat16, torch.float32)
+    large = any(tensor.numel() >= LARGE and tensor.dtype in floats for tensor in tensors)
+    on_meta = str(named.get("device")) == "meta" or any(tensor.is_meta for tensor in tensors)
+    if on_meta or not large:
         return operation(*arguments, **named)
     if operation._schema.is_mutable:
         return _written(operation._schema, arguments, named)
@@ -202,7 +202,6 @@ def _written(schema, arguments, named):
 
 MAKERS = {  # a piece of a path: who is at work
     "lomdm_dist/ops/masked_linear_ce": "loss",
-    "lomdm_dist/ops": "model",
     "lomdm_dist/model": "model",
     "lomdm_dist/parallel/grid": "grid",
     "lomdm_dist/parallel/optimizer": "norm",

@@ -49,11 +49,13 @@ def dry_run(config: Config, world_size: int, rank: int) -> dict:
     config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"loss_chunk": chunk})})
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     tensor_parallel = config.parallel.tensor_parallel
-    with (
-        mock.patch.dict(os.environ, place),
-        process_grid(tensor_parallel, FakeStore(), fake=True) as grid,
-        Counting() as counting,
-    ):
+    with mock.patch.dict(os.environ, place), process_grid(tensor_parallel, FakeStore(), fake=True) as grid:
+        return count_on(config, grid)
+
+
+def count_on(config: Config, grid: Grid) -> dict:
+    """Count a step of this process; what one process says of many must be what each of them says."""
+    with Counting() as counting:
         run = _Run(config, grid, counting)
         steps = 2 if config.parallel.zero_stage == 3 else 1  # ZeRO 3 learns, and differs from step to step
         for _ in range(steps):
@@ -196,10 +198,12 @@ class _Run:
         ]
 
     def _group(self, ranks: tuple[int, ...], maker: str) -> str:
-        if maker == "grid" or len(ranks) > self.grid.data_size:
+        if maker == "grid":
             return "world"
         if self.grid.tensor_size > 1 and ranks == tuple(dist.get_process_group_ranks(self.grid.tensor_group)):
             return "tensor"
+        if len(ranks) > self.grid.data_size:
+            return "world"
         if len(ranks) == self.grid.data_size:
             return "data"
         shards = self.config.parallel.shard_group

@@ -11,12 +11,11 @@ from lomdm_dist.config import Config
 from lomdm_dist.model.flops import predicted_share
 from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
-from lomdm_dist.study.memory import Parameters, network_bytes
+from lomdm_dist.study.memory import WHOLE_BUCKET, Parameters, network_bytes
 from lomdm_dist.study.zero3 import gathered
 
 SUMS = 12  # numbers that a step's metrics are made of
 ALIGNED = 2  # elements a rank that DeepSpeed fills its flat tensors up to
-WHOLE_BUCKET = 500_000_000  # elements of a reduction without ZeRO
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,11 @@ def traffic(
     rows: positions that this rank projects onto the vocabulary in the step; by default those expected.
     """
     found = [*_of_tensors(config, data_parallel, rows), *_of_data(config, parameters, data_parallel)]
-    world = data_parallel * config.parallel.tensor_parallel
-    found.append(Collective("all_reduce", "world", "metrics", 1, 8 * SUMS, world))
+    parallel = config.parallel
+    world = data_parallel * parallel.tensor_parallel
+    local = parallel.engine == "deepspeed" and parallel.zero_stage < 2 and parallel.tensor_parallel == 1
+    # where the ranks compute by themselves they also agree on whether one was out of memory
+    found.append(Collective("all_reduce", "world", "metrics", 1 + local, 8 * (SUMS + local), world))
     return [one for one in found if one.ranks > 1 and one.calls]
 
 
