@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["lomdm_dist", "lomdm_dist.*"]),
-    package_data={"lomdm_dist.sample": ["trajectory.html"]},
+    package_data={"lomdm_dist": ["hardware.yaml"], "lomdm_dist.sample": ["trajectory.html"]},
     install_requires=[
         "deepspeed",
         "fsspec",

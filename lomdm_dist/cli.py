@@ -36,6 +36,7 @@ from lomdm_dist.commands import (
     fit,
     launch,
     plan,
+    plan_scale,
     prepare,
     sample,
     sweep,
@@ -89,6 +90,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
     After an option that takes a list, `--steps 8 16 sampler.top_p=0.9`, it would take them for part of that.
     `--beside` and `--grid` have overrides of their own, and so has the command that `launch` runs.
     """
+    if arguments[:2] == ["plan", "scale"]:  # `plan` is a command, too, which argparse has for no group
+        arguments = ["plan scale", *arguments[2:]]
     words, taken, option = [], [], None
     for word in arguments:
         ours = OVERRIDE.match(word) and option not in ("--beside", "--grid") and arguments[0] != "launch"
@@ -171,6 +174,7 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("sweep", sweep, "train many points, and compare them")
     add("plan", plan, "how to train on so many GPUs, and what it takes")
+    add("plan scale", plan_scale, "the same for 1 to thousands of GPUs: curves, days, cost, limits")
     add("fit", fit, "scaling laws of a sweep, and what one objective gains over another")
     return parser
 

@@ -5,13 +5,15 @@ import math
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import yaml
 
 from lomdm_dist import __version__
+from lomdm_dist.errors import UserError, first_line
 from lomdm_dist.files import write_atomically
 from lomdm_dist.secrets import hide
 
@@ -24,6 +26,7 @@ class Device:
     peak_flops    dense bf16 FLOP/s; None where nothing is known of its speed
     bandwidth     of its memory, bytes/s
     link, network bytes/s of one GPU in one direction to others of its node, and to other nodes
+    a_node        GPUs that the links join
     """
 
     name: str
@@ -39,17 +42,28 @@ class Device:
         return "cpu" if self.name == "cpu" else "cuda"
 
 
-# NVIDIA's data sheets of the SXM forms, and of the DGX systems that hold 8 with a network adapter for each
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Device("h100-80gb", 79.1, 989e12, 3.35e12, 450e9, 50e9),
-        Device("h200-141gb", 139.8, 989e12, 4.8e12, 450e9, 50e9),
-        Device("a100-80gb", 79.1, 312e12, 2.039e12, 300e9, 25e9),
-        Device("a100-40gb", 39.4, 312e12, 1.555e12, 300e9, 25e9),
-        Device("b200-180gb", 178.0, 2250e12, 8.0e12, 900e9, 50e9),
-    )
-}
+def read_hardware(path: str | Path) -> dict[str, Device]:
+    """Devices by name from a file like lomdm_dist/hardware.yaml. Raises UserError where it is none."""
+    wanted = {f.name for f in fields(Device)} - {"name", "a_node"}
+    try:
+        table = yaml.safe_load(Path(path).read_text())
+        devices = {
+            str(name): {key: float(value) for key, value in row.items()} for name, row in table.items()
+        }
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is no table of devices, NAME: {{memory_gib: 79.1, ...}}: {first_line(error)}"
+        ) from None
+    for name, row in devices.items():
+        if row.keys() - {"a_node"} != wanted or not all(0 < value < float("inf") for value in row.values()):
+            raise UserError(
+                f"{path}: {name} needs {', '.join(sorted(wanted))}, each above 0; a_node may be said"
+            )
+        row["a_node"] = int(row.get("a_node", 8))
+    return {name: Device(name, **row) for name, row in devices.items()}
+
+
+GPUS = read_hardware(Path(__file__).with_name("hardware.yaml"))
 
 
 def known_gpu(name: str) -> Device | None:

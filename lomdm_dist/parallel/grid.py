@@ -147,21 +147,25 @@ def join(seconds: float = JOIN_SECONDS) -> dist.Store:
 
 
 @contextlib.contextmanager
-def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None):
-    """Start the process group and Megatron's groups; end them on the way out, whatever happened."""
+def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None, fake: bool = False):
+    """Start the process group and Megatron's groups; end them on the way out, whatever happened.
+
+    fake: all processes but this one are imagined, and collectives leave their tensors as they are.
+    """
     # DeepSpeed and Megatron call torch's collectives by names that it will drop
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says at import that Transformer Engine is absent
         from megatron.core import parallel_state
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and not fake
     local_rank = _place("LOCAL_RANK", 0)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    on_host = "fake" if fake else "gloo"
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "nccl" if on_gpu else on_host,
         timeout=COLLECTIVE,
         store=store or join(),
         rank=rank(),
@@ -169,7 +173,9 @@ def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None):
         device_id=device if on_gpu else None,
     )
     try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel, create_gloo_process_groups=False
+        )
         names = _DeepSpeedNames(parallel_state)
         yield Grid(
             names.get_data_parallel_rank(),
@@ -178,8 +184,8 @@ def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None):
             names.get_tensor_model_parallel_world_size(),
             device,
             names,
-            dist.new_group(backend="gloo", timeout=SAVE),
-            dist.new_group(backend="gloo"),
+            dist.new_group(backend=on_host, timeout=SAVE),
+            dist.new_group(backend=on_host),
         )
     finally:
         parallel_state.destroy_model_parallel()

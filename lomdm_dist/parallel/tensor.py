@@ -41,7 +41,7 @@ with warnings.catch_warnings():
 
 def split(model: LoMDM, grid: Grid, sequence_parallel: bool) -> dict[str, Layout]:
     """Split a model on the meta device over the tensor-parallel ranks; returns the layouts of this one."""
-    if not torch.cuda.is_available():
+    if grid.device.type == "cpu":
         # Megatron asks for the current GPU wherever it makes a tensor
         torch.cuda.current_device = lambda: torch.device("cpu")
     splitter = _Splitter(whole_layouts(model), grid, sequence_parallel)

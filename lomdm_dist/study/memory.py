@@ -12,19 +12,27 @@ from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.activations import activation_bytes
 
+WHOLE_BUCKET = 500_000_000  # elements that are reduced at a time without ZeRO
 GATHERED = 1_000_000_000  # parameters that ZeRO 3 keeps whole between uses; DeepSpeed's default
-SPLIT_OVER_RANKS = (
-    "qkv.weight",
-    "attention_out.weight",
-    "mlp_in.weight",
-    "mlp_in.bias",
-    "mlp_out.weight",
-    "modulation.weight",
-    "modulation.bias",
-    "embedding.weight",
-    "output.weight",
-    "output.bias",
+LEFT_OUT = (  # of `memory`, and of what a dry run counts
+    "the CUDA context and the libraries' kernels",
+    "workspaces of cuBLAS and cuDNN",
+    "buffers of NCCL",
+    "fragments of the allocator",
+    "batches that wait on the device",
 )
+SPLIT_OVER_RANKS = {  # the dimension, of parameters whose names end so
+    "qkv.weight": 0,
+    "attention_out.weight": 1,
+    "mlp_in.weight": 0,
+    "mlp_in.bias": 0,
+    "mlp_out.weight": 1,
+    "modulation.weight": 0,
+    "modulation.bias": 0,
+    "embedding.weight": 0,
+    "output.weight": 0,
+    "output.bias": 0,
+}
 
 
 class Parameters:
@@ -33,25 +41,36 @@ class Parameters:
     def __init__(self, config: Config):
         with torch.device("meta"):
             model = LoMDM(config.model, config.objective)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.total = sum(math.prod(shape) for shape in self._shapes.values())
+        self._of_ranks: dict[int, dict] = {}
 
     def of_rank(self, ranks: int) -> int:
-        return sum(self._part(name, ranks) for name in self._shapes)
+        return sum(math.prod(shape) for shape in self.shapes(ranks).values())
 
     def of_block(self, ranks: int) -> int:
-        return sum(self._part(name, ranks) for name in self._shapes if name.startswith("backbone.blocks.0."))
+        named = self.shapes(ranks).items()
+        return sum(math.prod(shape) for name, shape in named if name.startswith("backbone.blocks.0."))
 
     def outside_blocks(self, ranks: int) -> int:
-        return sum(self._part(n, ranks) for n in self._shapes if ".blocks." not in n and ".block." not in n)
+        named = self.shapes(ranks).items()
+        return sum(
+            math.prod(shape) for name, shape in named if ".blocks." not in name and ".block." not in name
+        )
 
-    def _part(self, name: str, ranks: int) -> int:
-        shape = self._shapes[name]
-        if not name.endswith(SPLIT_OVER_RANKS):
-            return math.prod(shape)
-        if name.startswith(("backbone.embedding", "backbone.output.weight", "backbone.output.bias")):
-            return -(-shape[0] // ranks) * math.prod(shape[1:])  # the last rank's is padded
-        return math.prod(shape) // ranks
+    def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
+        """Of what one of so many tensor-parallel ranks has, by name, padding included."""
+        if ranks not in self._of_ranks:
+            self._of_ranks[ranks] = {n: _part(n, shape, ranks) for n, shape in self._shapes.items()}
+        return self._of_ranks[ranks]
+
+
+def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    for ending, dim in SPLIT_OVER_RANKS.items():
+        if name.endswith(ending):
+            part = -(-shape[dim] // ranks)  # only the vocabulary need not divide; the last rank's is padded
+            return (*shape[:dim], part, *shape[dim + 1 :])
+    return shape
 
 
 def network_bytes(config: Config) -> int:
@@ -60,24 +79,34 @@ def network_bytes(config: Config) -> int:
 
 
 def memory(config: Config, parameters: Parameters, device: Device, data_parallel: int) -> dict[str, int]:
-    """Bytes of one rank at the peak of a step, by part.
+    """Bytes of one rank at the peak of a step, by part. A dry run counts no more than their sum.
 
     activations    see `activation_bytes`, with every position projected, as a few sequences can be
     loss_chunk     logits of the fused loss, and its sum of weight gradients
     backward       gradients on their way through one block, where they are more than loss_chunk, gone by then
-    update         gradients that ZeRO 1 and 2 copy for AdamW, where they are more than all of these
-    communication  buffers, and parameters gathered for use
+    update         buffers in which gradients are reduced after the passes, and copies for AdamW, where they
+                   are more than all of these
+    communication  buffers that exist during the passes, and parameters gathered for use
     """
     parts = _states(config, parameters, data_parallel)
     parts["activations"] = sum(activation_bytes(config, share=1.0).values())
     parts["loss_chunk"] = _loss_chunk(config, loss_chunk(config, device.type))
     parts["backward"] = max(0, _flowing(config) - parts["loss_chunk"])
     working = parts["activations"] + parts["loss_chunk"] + parts["backward"]
-    copied = config.parallel.engine == "deepspeed" and config.parallel.zero_stage in (1, 2)
-    of_rank = parameters.of_rank(config.parallel.tensor_parallel)
-    parts["update"] = max(0, 4 * of_rank / data_parallel - working) if copied else 0
+    parts["update"] = max(0, _update(config, parameters, data_parallel) - working)
     parts["communication"] = _communication(config, parameters)
     return {name: round(size) for name, size in parts.items()}
+
+
+def _update(config: Config, parameters: Parameters, data_parallel: int) -> float:
+    """ZeRO 0 and 1 reduce once, in flat buffers, and hold the activations no longer; 1 and 2 copy this
+    rank's gradients."""
+    mine, stage = parameters.of_rank(config.parallel.tensor_parallel), config.parallel.zero_stage
+    if config.parallel.engine != "deepspeed" or stage == 3:
+        return 0
+    bucket = {0: WHOLE_BUCKET, 1: REDUCE_BUCKET, 2: 0}[stage]
+    last = _tokens(config) * config.model.width * network_bytes(config)  # a gradient that is still held
+    return last + 4 * max(min(bucket, mine), mine / data_parallel if stage else 0)
 
 
 def _states(config: Config, parameters: Parameters, data_parallel: int) -> dict[str, float]:
@@ -128,9 +157,12 @@ def _communication(config: Config, parameters: Parameters) -> float:
     parallel, size = config.parallel, network_bytes(config)
     ranks = parallel.tensor_parallel
     mine = parameters.of_rank(ranks)
+    if parallel.engine == "deepspeed" and parallel.zero_stage == 3:
+        return 4 * REDUCE_BUCKET + size * min(GATHERED, mine)
     if parallel.engine == "deepspeed":
-        bucket = 4 * min(REDUCE_BUCKET, mine) if parallel.zero_stage else 0
-        return bucket + (size * min(GATHERED, mine) if parallel.zero_stage == 3 else 0)
+        # a bucket, its part in use, and that in float32 to reduce; ZeRO 1 in bf16 reduces its sums in place
+        has_bucket = parallel.zero_stage == 2 or (parallel.zero_stage == 1 and size == 4)
+        return has_bucket * (size * REDUCE_BUCKET + (size + 4) * min(REDUCE_BUCKET, mine))
     block, outside = parameters.of_block(ranks), parameters.outside_blocks(ranks)
     gathered = mine if parallel.zero_stage == 2 else outside + 2 * block  # the next is fetched meanwhile
     return size * gathered + (size + 4) * max(block, outside)  # gradients whole, and in float32 to reduce

@@ -5,7 +5,7 @@ counted; the fastest that fits is chosen. On a device of unknown speed (a CPU) m
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -33,10 +33,12 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a probe on the real device said: factors of the seconds of computation and of activations."""
+    """What a probe on the real device said: factors of the seconds of computation and of activations, and the
+    seconds that reading a sequence takes."""
 
     compute: float = 1.0
     activations: float = 1.0
+    data: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Plan:
             lines += [
                 f"step {seconds.step:.3f} s: compute {seconds.compute:.3f}, update {seconds.update:.3f}, "
                 f"communication {seconds.communication:.3f} that compute does not hide",
+                f"  limited by: {seconds.limit}",
                 f"  {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['tokens_per_second_per_gpu']:,.0f} a GPU, MFU {result['mfu']:.1%}",
             ]
@@ -136,12 +139,28 @@ def plan(
 
     Raises UserError, with the arithmetic, where none fits.
     """
+    return choose(candidates(config, gpus, device, calibration, fixed), fixed)
+
+
+def candidates(
+    config: Config,
+    gpus: int,
+    device: Device,
+    calibration: Calibration | None = None,
+    fixed: tuple[str, ...] = (),
+) -> list[Plan]:
+    """All plans that divide, whether they fit or not. Raises UserError where there is none."""
     _check(config)
     plans = _plans(config, gpus, device, calibration or Calibration(), fixed)
     if not plans:
         if fixed or config.parallel.shard_group:
             config.accumulation(config.data_parallel(gpus))  # says so where that is why
         raise UserError(_batch_does_not_divide(config, gpus))
+    return plans
+
+
+def choose(plans: list[Plan], fixed: tuple[str, ...] = ()) -> Plan:
+    """The fastest of those that fit. Raises UserError, with the arithmetic, where none does."""
     fitting = [p for p in plans if p.fits]
     if not fitting:
         raise UserError(_nothing_fits(min(plans, key=lambda p: p.total_gib)))
@@ -160,10 +179,10 @@ def calibrate(plan: Plan, measured_seconds: float, measured_bytes: int) -> Calib
     rest = sum(parts.values()) - parts["activations"]
     activations = max(0.1, (measured_bytes - rest) / scaled)
     if seconds is None:
-        return Calibration(plan.calibration.compute, activations)
+        return replace(plan.calibration, activations=activations)
     computed = seconds.compute / plan.calibration.compute
-    compute = max(0.1, (measured_seconds - seconds.update - seconds.communication) / computed)
-    return Calibration(compute, activations)
+    compute = max(0.1, (measured_seconds - seconds.step + seconds.compute) / computed)
+    return Calibration(compute, activations, plan.calibration.data)
 
 
 _INSTEAD = "; in training, give train.micro_batch, two_samples and recompute instead of auto"
@@ -244,7 +263,7 @@ def _count(config: Config, parameters: Parameters, gpus: int, device: Device, ca
     parts["activations"] = round(parts["activations"] * calibration.activations)
     seconds = None
     if device.peak_flops:
-        seconds = step_seconds(config, parameters, device, data, calibration.compute)
+        seconds = step_seconds(config, parameters, device, data, calibration.compute, calibration.data)
     return Plan(config, gpus, device, parts, seconds, calibration)
 
 
@@ -278,7 +297,7 @@ def _reasons(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> list[str]
         for other in plans:
             if other.choice[key] != value:
                 others.setdefault(other.choice[key], []).append(other)
-        said = _left_out(best, plans) if key == "parallel.tensor_parallel" else []
+        said = undivided(best, plans) if key == "parallel.tensor_parallel" else []
         if key == "train.micro_batch":
             others = _neighbours(best, others)
             if value == best.config.train.global_batch // best.data_parallel:
@@ -292,7 +311,7 @@ def _reasons(best: Plan, plans: list[Plan], fixed: tuple[str, ...]) -> list[str]
     return reasons
 
 
-def _left_out(best: Plan, plans: list[Plan]) -> list[str]:
+def undivided(best: Plan, plans: list[Plan]) -> list[str]:
     """Smaller tensor_parallel than the best's over whose ranks the batch does not divide."""
     tried = {plan.config.parallel.tensor_parallel for plan in plans}
     less = [2**k for k in range(4) if 2**k < best.config.parallel.tensor_parallel and 2**k not in tried]

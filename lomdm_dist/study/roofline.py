@@ -1,60 +1,164 @@
-"""Seconds of a training step on GPUs, from its operations and bytes: a simple roofline.
+"""Seconds of a training step on GPUs, from its operations, bytes and collectives: a roofline.
 
-Matrix products run at a share of the peak, pointwise operations at the memory's bandwidth, and a block
-takes no less time than its kernels take to start. docs/planner.md says what the constants rest on.
+A matrix product is computed at a share of the peak and moves its three matrices once; pointwise operations
+run at the memory's bandwidth; a block takes no less time than its kernels take to start; a collective is a
+ring over the slower of a node's links and its network, and each of its calls a wait. docs/planner.md says
+what the constants rest on.
 """
 
+import math
 from dataclasses import dataclass
 
-from lomdm_dist.config import Config
+from lomdm_dist.config import Config, ParallelConfig
 from lomdm_dist.machine import Device
+from lomdm_dist.model.backbone import MLP_RATIO
 from lomdm_dist.model.flops import predicted_share
 from lomdm_dist.model.kernels import loss_chunk
-from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.memory import Parameters, network_bytes
+from lomdm_dist.study.traffic import Collective, traffic
 
-MATMUL = 0.66  # of the peak, that large bf16 matrix products reach
-HALF_WIDTH, HALF_ROWS = 384, 512  # where small matrices reach half of that
-ATTENTION = 0.35  # of the peak, that flash attention reaches, forward and backward
+# of the device's peak, that large bf16 matrix products reach, and flash attention, forward and backward
+MATMUL, ATTENTION = 0.78, 0.16
 FP32 = 16  # times slower than bf16 are products in float32, without TF32
-BANDWIDTH = 0.8  # of the memory's, that pointwise operations reach
-LINK, NETWORK = 0.6, 0.85  # of the links inside a node and between nodes, that collectives reach
+BANDWIDTH = 0.55  # of the memory's
+LINK, NETWORK = 0.65, 0.85  # of the links inside a node and of its network, that collectives reach
 LAUNCH = 8e-6  # seconds to start a kernel
 KERNELS = 14  # of a block's forward pass; twice as many of its backward
 HOOKS = {"deepspeed": 5e-4, "fsdp2": 1e-4}  # seconds of Python around a block whose parameters are gathered
 AROUND = 1e-3  # seconds a pass: noise, schedules, waiting for the number of masked positions
-LATENCY = 20e-6  # seconds of a collective
-HIDDEN = 0.75  # of communication under computation, at most, with ZeRO 3 and FSDP2; none elsewhere
+LATENCY, HOP = 20e-6, 3e-6  # seconds of a collective's call, and of each step of its ring or tree
+# Of transfers, computation hides so much with ZeRO 3 and FSDP2, and nothing elsewhere. Those inside a node
+# take from it what those over the network leave alone: memory bandwidth, processors. Waits are never hidden.
+HIDDEN = {"NVLink": 0.65, "network": 0.9}
+
+RESOURCES = ("compute", "memory bandwidth", "kernel starts", "NVLink", "network", "latency", "data")
+LEFT_OUT = (
+    "validation, saving and restarts",
+    "slow nodes, and jobs that share the network",
+    "padding and documents: sequences count as full",
+    "positions masked beyond their expected number",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model of time asks of a model. Ours by default; published ones differ.
+
+    kv     width of the keys, and of the values
+    mlp    inner width of the MLP; gated: it has two matrices in
+    seen   positions that a token attends to, on average
+    """
+
+    width: int
+    blocks: int
+    length: int
+    vocab: int
+    kv: int
+    mlp: int
+    gated: bool
+    seen: float
+
+    @classmethod
+    def of(cls, config: Config) -> "Shape":
+        model = config.model
+        seen = model.length / 2 if config.objective.name == "ar" else model.length
+        mlp = MLP_RATIO * model.width
+        return cls(model.width, model.blocks, model.length, model.vocab_size, model.width, mlp, False, seen)
+
+    def products(self, ranks: int) -> list[tuple[float, float]]:
+        """[width in, width out] of a block's matrices on one of so many tensor-parallel ranks."""
+        inner = (2 if self.gated else 1) * self.mlp
+        return [
+            (self.width, (self.width + 2 * self.kv) / ranks),
+            (self.width / ranks, self.width),
+            (self.width, inner / ranks),
+            (self.mlp / ranks, self.width),
+        ]
 
 
 @dataclass(frozen=True)
 class Seconds:
+    """Of a step; `by` has the same by what takes them (RESOURCES)."""
+
     compute: float  # forward and backward of all micro-batches
     update: float  # clipping, AdamW, EMA
     communication: float  # what computation does not hide
+    data: float  # waiting for sequences
+    by: dict[str, float]
 
     @property
     def step(self) -> float:
-        return self.compute + self.update + self.communication
+        return self.compute + self.update + self.communication + self.data
+
+    @property
+    def limit(self) -> str:
+        """What keeps it from being faster: computing, if that is half of it, or the largest of the rest."""
+        rest = {name: seconds for name, seconds in self.by.items() if name != "compute"}
+        return "compute" if 2 * self.by["compute"] >= self.step else max(rest, key=rest.get)
+
+
+class Work:
+    """Seconds on the device so far, by what takes them."""
+
+    def __init__(self, config: Config, gpu: Device):
+        self.peak = gpu.peak_flops / (FP32 if config.train.precision == "fp32" else 1)
+        self.bandwidth, self.size = gpu.bandwidth * BANDWIDTH, network_bytes(config)
+        self.by = dict.fromkeys(RESOURCES, 0.0)
+
+    def product(self, rows: float, width_in: float, width_out: float, times: float = 1.0) -> None:
+        self.by["compute"] += times * 2 * rows * width_in * width_out / (self.peak * MATMUL)
+        moved = rows * width_in + width_in * width_out + rows * width_out
+        self.move(times * self.size * moved)
+
+    def attend(self, flops: float) -> None:
+        self.by["compute"] += flops / (self.peak * ATTENTION)
+
+    def move(self, size: float) -> None:
+        self.by["memory bandwidth"] += size / self.bandwidth
+
+    def start(self, seconds: float) -> None:
+        self.by["kernel starts"] += seconds
+
+    def add(self, other: "Work", times: float = 1.0) -> None:
+        for name, seconds in other.by.items():
+            self.by[name] += times * seconds
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by.values())
 
 
 def step_seconds(
-    config: Config, parameters: Parameters, gpu: Device, data_parallel: int, compute_scale: float = 1.0
+    config: Config,
+    parameters: Parameters,
+    gpu: Device,
+    data_parallel: int,
+    compute_scale: float = 1.0,
+    data: float = 0.0,
+    shape: Shape | None = None,
+    collectives: list[Collective] | None = None,
 ) -> Seconds:
-    """One optimiser step; compute_scale is what a probe of the device said of `compute`."""
-    accumulation = config.train.global_batch // (data_parallel * config.train.micro_batch)
+    """One optimiser step. shape and collectives are the config's own, unless given.
+
+    compute_scale  what a probe of the device said of `compute`
+    data           seconds a sequence of a rank, that it said reading takes
+    """
+    if collectives is None:
+        collectives = traffic(config, parameters, data_parallel)
+    sequences = config.train.global_batch // data_parallel
     mine = parameters.of_rank(config.parallel.tensor_parallel)
     shard = config.parallel.shard_group or data_parallel
-    gradients = 10 * mine * len(_passes(config))  # read in the network's dtype, added in float32
-    compute = accumulation * (_micro_batch(config, gpu) + gradients / (gpu.bandwidth * BANDWIDTH))
-    compute *= compute_scale
+    work, update = Work(config, gpu), Work(config, gpu)
+    micro_batches = sequences // config.train.micro_batch
+    work.add(_micro_batch(config, gpu, shape or Shape.of(config)), micro_batches)
+    work.move(micro_batches * 10 * mine * len(_passes(config)))  # gradients read, and added in float32
     # AdamW 28, EMA 12, the copy for the network and the norm 6 bytes; gradients set to zero
-    update_bytes = 46 * (mine if config.parallel.zero_stage == 0 else mine / shard) + 4 * mine
-    data = _data_traffic(config, parameters, gpu, data_parallel, accumulation)
-    if config.parallel.zero_stage == 3 or config.parallel.engine == "fsdp2":
-        data = max((1 - HIDDEN) * data, data - compute)
-    communication = data + accumulation * _tensor_traffic(config, gpu)
-    return Seconds(compute, update_bytes / (gpu.bandwidth * BANDWIDTH), communication)
+    update.move(46 * (mine if config.parallel.zero_stage == 0 else mine / shard) + 4 * mine)
+    compute = compute_scale * work.seconds
+    waits = _communication(config, gpu, collectives, compute)
+    by = {name: compute_scale * work.by[name] + update.by[name] + waits[name] for name in RESOURCES}
+    by["data"] += sequences * data
+    return Seconds(compute, update.seconds, sum(waits.values()), sequences * data, by)
 
 
 def _passes(config: Config) -> list[int]:
@@ -63,109 +167,94 @@ def _passes(config: Config) -> list[int]:
     return [samples * tokens] if config.train.two_samples == "joint" else samples * [tokens]
 
 
-def _micro_batch(config: Config, gpu: Device) -> float:
+def _micro_batch(config: Config, gpu: Device, shape: Shape) -> Work:
     """Forward and backward of one micro-batch."""
-    blocks, objective, seconds = config.model.blocks, config.objective, 0.0
+    objective, work = config.objective, Work(config, gpu)
     learned = objective.name == "lomdm"
     head = learned and objective.head == "transformer"
     for tokens in _passes(config):
-        seconds += (blocks + head) * _block(config, gpu, tokens) + _loss(config, gpu, tokens) + AROUND
+        work.add(_block(config, gpu, shape, tokens), shape.blocks + head)
+        work.add(_loss(config, gpu, shape, tokens))
+        work.start(AROUND)
     if learned:  # the features of the clean text, and phi on them
         tokens = config.train.micro_batch * config.model.length
-        features = _forward(config, gpu, tokens) if objective.stop_gradient else _block(config, gpu, tokens)
-        seconds += blocks * features + head * _block(config, gpu, tokens) + AROUND
-    return seconds
+        whole = _block(config, gpu, shape, tokens)
+        features = _pass(config, gpu, shape, tokens) if objective.stop_gradient else whole
+        work.add(features, shape.blocks)
+        work.add(whole, head)
+        work.start(AROUND)
+    return work
 
 
-def _block(config: Config, gpu: Device, tokens: int) -> float:
+def _block(config: Config, gpu: Device, shape: Shape, tokens: int) -> Work:
     """Forward, backward, and what is computed again."""
-    again = {"none": 0.0, "attention": 1 / 3, "block": 1.0}[config.train.recompute]
-    attention_again = config.train.recompute != "none"
-    forward, backward = _forward(config, gpu, tokens), _forward(config, gpu, tokens, 2, 2.5)
-    return forward + backward + (_forward(config, gpu, tokens, again, 1) if attention_again else 0.0)
+    work = _pass(config, gpu, shape, tokens)
+    work.add(_pass(config, gpu, shape, tokens, 2, 2.5))
+    again = {"none": None, "attention": 1 / 3, "block": 1.0}[config.train.recompute]
+    if again:
+        work.add(_pass(config, gpu, shape, tokens, again, 1))
+    return work
 
 
-def _forward(config: Config, gpu: Device, tokens: int, times: float = 1, attention_times: float = 1) -> float:
+def _pass(config: Config, gpu: Device, shape: Shape, tokens: int, times=1.0, attention_times=1.0) -> Work:
     """One block on `tokens`: its products and pointwise operations `times`, attention `attention_times`."""
-    model, ranks = config.model, config.parallel.tensor_parallel
-    products = 24 * model.width**2 * tokens / ranks * _cost(config, gpu, model.width // ranks, tokens)
-    seen = model.length / 2 if config.objective.name == "ar" else model.length
-    attention = 4 * model.width * seen * tokens / ranks * _cost(config, gpu) * MATMUL / ATTENTION
+    ranks, parallel, work = config.parallel.tensor_parallel, config.parallel, Work(config, gpu)
+    for width_in, width_out in shape.products(ranks):
+        work.product(tokens, width_in, width_out, times)
+    work.attend(attention_times * 4 * shape.width * shape.seen * tokens / ranks)
     # each read or write of [N, D]: two norms and two residuals 10; rotary 4 and the MLP's activation 8, split
-    between = 10 / (ranks if config.parallel.sequence_parallel else 1)
-    moved = (
-        (between + 12 / ranks) * model.width * tokens * network_bytes(config) / (gpu.bandwidth * BANDWIDTH)
-    )
-    parallel = config.parallel
+    between = 10 * shape.width / (ranks if parallel.sequence_parallel else 1)
+    inner = 2 * (shape.width + shape.kv) + (3 if shape.gated else 2) * shape.mlp
+    work.move(times * (between + inner / ranks) * tokens * network_bytes(config))
     hooks = HOOKS[parallel.engine] if parallel.zero_stage == 3 or parallel.engine == "fsdp2" else 0.0
-    return max(times * KERNELS * LAUNCH + hooks, times * (products + moved) + attention_times * attention)
+    work.start(max(0.0, times * KERNELS * LAUNCH + hooks - work.seconds))  # the device waits for the host
+    return work
 
 
-def _cost(config: Config, gpu: Device, width: float | None = None, rows: float | None = None) -> float:
-    """Seconds of one floating-point operation in products of such matrices."""
-    share = MATMUL
-    if width is not None:
-        share *= width / (width + HALF_WIDTH) * rows / (rows + HALF_ROWS)
-    return (FP32 if config.train.precision == "fp32" else 1) / (gpu.peak_flops * share)
-
-
-def _loss(config: Config, gpu: Device, tokens: int) -> float:
+def _loss(config: Config, gpu: Device, shape: Shape, tokens: int) -> Work:
     """Three products a chunk; logits are read and written a few times, the weights' gradient is added up."""
-    model, ranks = config.model, config.parallel.tensor_parallel
-    rows, part = predicted_share(config.objective) * tokens, model.vocab_size / ranks
+    rows, part = predicted_share(config.objective) * tokens, shape.vocab / config.parallel.tensor_parallel
     chunk = min(rows, loss_chunk(config, gpu.type))
-    products = 6 * model.width * part * rows * _cost(config, gpu, model.width, chunk)
-    moved = 16 * part * rows + 12 * part * model.width * max(1.0, rows / chunk)
-    return products + moved / (gpu.bandwidth * BANDWIDTH)
+    work = Work(config, gpu)
+    work.product(chunk, shape.width, part, 3 * rows / chunk)
+    work.move(16 * part * rows + 12 * part * shape.width * max(1.0, rows / chunk))
+    return work
 
 
-def _data_traffic(
-    config: Config, parameters: Parameters, gpu: Device, data_parallel: int, accumulation: int
-) -> float:
-    """Seconds of communication between data-parallel ranks in one step."""
-    parallel, passes = config.parallel, len(_passes(config))
-    ranks, stage = parallel.tensor_parallel, parallel.zero_stage
-    mine, blocks = parameters.of_rank(ranks), config.model.blocks
-    shard = parallel.shard_group or data_parallel
-    weights, gradients = network_bytes(config) * mine, 4 * mine
+def _communication(config: Config, gpu: Device, collectives: list[Collective], compute: float) -> dict:
+    """Seconds that computation does not hide, by what takes them.
 
-    def ring(size: float, of: int, messages: int) -> float:
-        """Seconds to gather or to reduce and scatter `size` bytes; an all-reduce is both."""
-        if of == 1:
-            return 0.0
-        speed = gpu.link * LINK if of * ranks <= gpu.a_node else gpu.network * NETWORK
-        return (of - 1) / of * size / speed + messages * LATENCY
-
-    buckets = max(1, mine // REDUCE_BUCKET)
-    if parallel.engine == "deepspeed" and stage < 3:
-        # ZeRO 2 holds no whole gradients: it reduces those of each backward pass at once
-        reductions = 1 if stage < 2 else accumulation * passes
-        update = ring(weights, shard, buckets) if stage else 0.0
-        return 2 * reductions * ring(gradients, shard, buckets) + update
-    learned = config.objective.name == "lomdm"
-    gathers = 2 * passes + learned if stage == 3 else passes + learned
-    reductions = passes if parallel.engine == "deepspeed" else 1  # FSDP2's wait for one another
-    a_micro_batch = gathers * ring(weights, shard, blocks) + reductions * ring(gradients, shard, blocks)
-    copies = data_parallel // shard
-    return accumulation * (a_micro_batch + 2 * ring(gradients / shard, copies, blocks) * (copies > 1))
+    It waits for all of the tensor-parallel ranks'; of the data-parallel ones' a share shows, or what is
+    longer than it.
+    """
+    parallel, tensor, data = config.parallel, dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
+    for collective in collectives:
+        group = tensor if collective.group == "tensor" else data
+        for name, seconds in _taken(collective, parallel, gpu).items():
+            group[name] += seconds
+    if parallel.zero_stage == 3 or parallel.engine == "fsdp2":
+        total = sum(data.values())
+        data = {name: (1 - HIDDEN.get(name, 0.0)) * seconds for name, seconds in data.items()}
+        longer = max(1.0, (total - compute) / (sum(data.values()) or 1.0))
+        data = {name: longer * seconds for name, seconds in data.items()}
+    return {name: tensor[name] + data[name] for name in RESOURCES}
 
 
-def _tensor_traffic(config: Config, gpu: Device) -> float:
-    """Seconds a micro-batch: two all-reduces of [N, D] a block and direction, or what equals them."""
-    ranks, model = config.parallel.tensor_parallel, config.model
+def _taken(collective: Collective, parallel: ParallelConfig, gpu: Device) -> dict[str, float]:
+    """Seconds of all its calls: bytes over the slowest part of the way, and the calls themselves."""
+    ranks, reduced = collective.ranks, collective.kind == "all_reduce"
     if ranks == 1:
-        return 0.0
-    learned = config.objective.name == "lomdm"
-    head = learned and config.objective.head == "transformer"
-    of_phi = config.train.micro_batch * model.length
-    again = config.train.recompute != "none"
-
-    def of(tokens: int, reductions: int) -> float:
-        size = model.width * tokens * network_bytes(config)
-        return reductions * (2 * (ranks - 1) / ranks * size / (gpu.link * LINK) + LATENCY)
-
-    directions = 4 + 2 * again
-    seconds = sum((model.blocks + head) * of(tokens, directions) for tokens in _passes(config))
-    if learned:
-        seconds += model.blocks * of(of_phi, 2) + head * of(of_phi, directions)
-    return seconds
+        return {}
+    moved = (2 if reduced else 1) * (ranks - 1) / ranks * collective.bytes
+    hops = 2 * math.log2(ranks) if reduced else ranks - 1  # a tree, a ring
+    waits = {"latency": collective.calls * (LATENCY + hops * HOP)}
+    apart = (
+        1 if collective.group in ("tensor", "world") else parallel.tensor_parallel
+    )  # from rank to next rank
+    if collective.group == "copies":
+        apart *= parallel.shard_group
+    beside = max(1, gpu.a_node // apart)  # of the group, in one node
+    link = moved / (gpu.link * LINK)
+    # the ring enters a node once, by the network adapters of all its ranks there
+    network = moved / (beside * gpu.network * NETWORK) if ranks > beside else 0.0
+    return waits | ({"network": network} if network > link else {"NVLink": link})

@@ -11,8 +11,11 @@ from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.layout import Piece
 
 
-def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; rate 0. The scheduler heads, where there are any, are a second group; the rest is the first."""
+def make_optimizer(model: LoMDM, config: OptimConfig, fused: bool | None = None) -> torch.optim.AdamW:
+    """AdamW; rate 0. The scheduler heads, where there are any, are a second group; the rest is the first.
+
+    fused: one kernel, without memory of its own; by default where there is a GPU.
+    """
     heads = [p for head in (model.phi, model.psi) if head is not None for p in head.parameters()]
     of_heads = {id(p) for p in heads}
     groups = [[p for p in model.parameters() if id(p) not in of_heads], heads]
@@ -22,7 +25,7 @@ def make_optimizer(model: LoMDM, config: OptimConfig) -> torch.optim.AdamW:
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=torch.cuda.is_available(),
+        fused=torch.cuda.is_available() if fused is None else fused,
     )
 
 

@@ -57,10 +57,14 @@ def test_each_size_has_a_plan_or_a_refusal_and_more_gpus_are_no_slower(name):
 @pytest.mark.parametrize(("name", "gpus"), [("owt", 1), ("1b", 8), ("7b", 64)])
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_less_memory_never_gets_a_larger_micro_batch(name, gpus, engine):
-    overrides = ["parallel.engine=fsdp2", "parallel.zero_stage=3"] if engine == "fsdp2" else []
+    """All else equal: with less memory another stage or recomputation may leave room for more."""
+    fixed = ("parallel.zero_stage", "parallel.tensor_parallel", "train.recompute", "train.two_samples")
+    overrides = [f"parallel.engine={engine}", "parallel.zero_stage=3"]
+    overrides += ["train.recompute=block", "train.two_samples=joint"]
     sizes = []
     for gib in (200.0, 141.0, 79.1, 60.0, 39.4):
-        chosen = plan(config(name, *overrides), gpus, dataclasses.replace(H100, memory_gib=gib))
+        device = dataclasses.replace(H100, memory_gib=gib)
+        chosen = plan(config(name, *overrides), gpus, device, fixed=fixed)
         assert chosen.total_gib <= usable_gib(chosen.device)
         sizes.append(chosen.config.train.micro_batch)
     assert sizes == sorted(sizes, reverse=True)
@@ -162,47 +166,6 @@ def test_command(tmp_path: Path, capsys):
             main(["plan", "--config", str(CONFIGS / "7b.yaml"), *arguments])
         assert exit.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-FSDP2 = "parallel.engine=fsdp2", "parallel.zero_stage=3"
-# GPUs, width, blocks, heads, length, global batch (ours where none is told), MFU published, overrides
-PUBLISHED = {
-    "llm-foundry 1B": ("h100-80gb", 128, 2048, 24, 16, 2048, 1024, 0.406, FSDP2),
-    "llm-foundry 3B": ("h100-80gb", 128, 2560, 32, 20, 2048, 1024, 0.424, FSDP2),
-    "llm-foundry 7B": ("h100-80gb", 128, 4096, 32, 32, 2048, 1024, 0.457, FSDP2),
-    "Fast-LLM 135M": ("h100-80gb", 8, 576, 30, 9, 2048, 512, 0.27, ()),
-    "nanotron 1.34B": ("h100-80gb", 8, 2048, 24, 16, 2048, 256, 0.44, ()),
-    "nanotron 3.57B": ("h100-80gb", 8, 3072, 28, 24, 2048, 256, 0.467, ()),
-    "nanotron 8.86B": ("h100-80gb", 8, 4096, 32, 32, 2048, 256, 0.452, ()),
-    "Megatron-LM 1.7B": ("h100-80gb", 96, 2304, 24, 24, 4096, 960, 0.41, ()),
-    "KempnerForge 7B, FSDP": ("h200-141gb", 4, 4096, 32, 32, 2048, 64, 0.538, FSDP2),
-    "KempnerForge 7B, TP 4": (
-        "h200-141gb",
-        4,
-        4096,
-        32,
-        32,
-        2048,
-        64,
-        0.347,
-        ("parallel.tensor_parallel=4",),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_predicted_speed_is_near_what_others_publish(name):
-    gpu, gpus, width, blocks, heads, length, batch, published, overrides = PUBLISHED[name]
-    sizes = {"width": width, "blocks": blocks, "heads": heads, "length": length}
-    given = [f"model.{key}={value}" for key, value in sizes.items()]
-    like = config("1b", "objective={name: ar}", f"train.global_batch={batch}", *given, *overrides)
-    tensor = ("parallel.tensor_parallel",) if like.parallel.tensor_parallel > 1 else ()
-    result = plan(like, gpus, GPUS[gpu], fixed=tensor).as_dict()
-    # as they count: all parameters' products, and attention as if it were not causal
-    flops = 6 * (12 * width**2 * blocks + 50258 * width) + 12 * blocks * width * length
-    mfu = flops * result["tokens_per_second_per_gpu"] / GPUS[gpu].peak_flops
-    print(f"{name}: published {published:.1%}, planned {mfu:.1%}")
-    assert mfu == pytest.approx(published, rel=0.2)
 
 
 @pytest.mark.parametrize(
