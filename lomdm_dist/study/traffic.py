@@ -25,8 +25,8 @@ class Collective:
     kind   all_reduce, all_gather, reduce_scatter, broadcast
     group  data: the data-parallel ranks; shards, copies: those of `parallel.shard_group`; tensor; world
     part   gradients, weights, activations (and the gradients of what tensor-parallel ranks share), loss
-           (statistics of a vocabulary in parts), norm (and checks of it), metrics. Not in the formula, and
-           few bytes: order, with which ZeRO 3 compares between ranks what it has recorded
+           (statistics of a vocabulary in parts), norm (and checks of it), metrics. Not in the formula, nor
+           in a dry run, and few bytes: order, with which ZeRO 3 compares what its ranks have recorded
     calls  in the step
     bytes  of the whole tensors: what is reduced, or what is there when it is gathered. A ring of n ranks
            moves (n - 1) / n of that over each link, an all_reduce twice that

@@ -18,6 +18,11 @@ SMALL = 100_000  # elements: up to there a parameter is to be kept
 KEPT_AT_MOST = 1_000_000_000
 FEW = 4  # micro-batches
 BLOCK = ("modulation", "norm1", "qkv", "attention_out", "norm2", "mlp_in", "mlp_out")
+# nothing flows back through their inputs, so DeepSpeed sees no end of their backward use, and of what they
+# have keeps the small
+NO_END = ("backbone.embedding", "backbone.condition.mlp.0", "psi", "psi.block.modulation")
+NO_END += ("phi", "phi.block.modulation")
+WHOLE = ""  # the model, with no parameters of its own, where a round begins
 CONDITION = ["backbone.condition.mlp.0", "backbone.condition.mlp.2"]
 
 
@@ -56,7 +61,10 @@ def _followed(rounds: tuple, sizes: tuple, accumulation: int) -> tuple[int, Coun
     return coordinator.calls, coordinator.times
 
 
-def rounds_of(config: Config, modules: set[str]) -> list[list[str]]:
+Use = tuple[str, bool]  # a module, and whether in a backward pass
+
+
+def rounds_of(config: Config, modules: set[str]) -> list[list[Use]]:
     """The modules that each round uses, in order: one from each forward pass of the engine to the next."""
     objective, split = config.objective, config.train.two_samples == "split"
     blocks = [f"backbone.blocks.{number}" for number in range(config.model.blocks)]
@@ -67,18 +75,23 @@ def rounds_of(config: Config, modules: set[str]) -> list[list[str]]:
     output = ["backbone.output", "backbone.output.modulation", "backbone.output.norm"]
     recompute = config.train.recompute
     backward_of_trunk = [*_backward(_of(blocks), recompute), "backbone.embedding", *CONDITION[::-1]]
-    forward = [*trunk, *psi, *output]
+    forward = [WHOLE, *trunk, *psi, *output]
     backward = [*output[::-1], *_backward(psi, recompute), *backward_of_trunk]
+    forward, backward = _uses(forward, False), _uses(backward, True)
     rounds = [forward + backward] * (max(1, objective.samples) if split else 1)
     if objective.samples == 1:
-        rounds = [[], *rounds]  # the engine is asked for an order that needs no module
+        rounds = [_uses([WHOLE], False), *rounds]  # the engine is asked for an order that needs no module
     if objective.samples == 2:
-        first = [*trunk, *phi] if objective.name == "lomdm" else ["token_exponents"]
+        first = [WHOLE, *(trunk + phi if objective.name == "lomdm" else ["token_exponents"])]
         last = _backward(phi, recompute) if objective.name == "lomdm" else ["token_exponents"]
         if objective.name == "lomdm" and not objective.stop_gradient:
             last += backward_of_trunk
-        rounds = [first, *rounds[:-1], rounds[-1] + last]
+        rounds = [_uses(first, False), *rounds[:-1], rounds[-1] + _uses(last, True)]
     return rounds
+
+
+def _uses(modules: list[str], backward: bool) -> list[Use]:
+    return [(module, backward) for module in modules]
 
 
 def _of(blocks: list[str]) -> list[str]:
@@ -98,7 +111,7 @@ def _backward(layers: list[str], recompute: str) -> list[str]:
 
 class _Coordinator:
     def __init__(self, sizes: dict[str, int]):
-        self.sizes, self.own = sizes, {}
+        self.sizes, self.own = sizes, {WHOLE: []}
         for name in sizes:
             self.own.setdefault(name.rpartition(".")[0], []).append(name)
         self.small = {name for name, size in sizes.items() if size < SMALL}
@@ -122,13 +135,13 @@ class _Coordinator:
         self.held -= sum(self.sizes[name] for name in names & self.here)
         self.here -= names
 
-    def run(self, uses: list[str]) -> None:
+    def run(self, uses: list[Use]) -> None:
         """One round."""
         self.mode = "record" if self.mode == "invalid" else "complete"
         self.record = [] if self.mode == "record" else self.record
         queue = deque((name, at) for at, module in enumerate(self.record) for name in self.own[module])
         fetched_for = {}
-        for at, module in enumerate(uses):
+        for at, (module, backward) in enumerate(uses):
             if self.mode == "complete" and self.record[at : at + 1] != [module]:
                 self.mode, self.record = "invalid", []
                 self.drop(self.ahead)
@@ -142,7 +155,7 @@ class _Coordinator:
                 self._fetch_ahead(queue, fetched_for, own, at)
                 self.drop(self._to_release(module, at, fetched_for))
             else:
-                self.drop(own)
+                self.drop(own - self.small if backward and module in NO_END else own)
 
     def _fetch_ahead(self, queue: deque, fetched_for: dict, own: set[str], at: int) -> None:
         due, passed = {name for name in own if fetched_for.get(name, -1) < at}, set()
