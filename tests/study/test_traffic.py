@@ -82,17 +82,23 @@ def test_the_formula_knows_every_way_to_train(parallel, train, objective):
 
 
 def sent_by_gloo(config: Config) -> tuple[list[dict], int, int]:
-    """Of a real process: what is counted, how many calls that is, and how many its backend was given."""
+    """Of a real process: what is counted, how many calls were seen in all, and how many gloo was given."""
+    from unittest import mock
+
     import torch
 
     from lomdm_dist.parallel.grid import process_grid
+    from lomdm_dist.study.counting import Counting
     from lomdm_dist.study.dry_run import count_on
 
-    with process_grid(config.parallel.tensor_parallel) as grid, torch.profiler.profile() as profile:
+    with (
+        process_grid(config.parallel.tensor_parallel) as grid,
+        torch.profiler.profile() as profile,
+        mock.patch.object(Counting, "_send", autospec=True, side_effect=Counting._send) as seen,
+    ):
         result = count_on(config, grid)
-    names = [event.name for event in profile.events() if event.name.startswith(("c10d::", "gloo:"))]
-    given = sum(name.startswith("gloo:") for name in names)
-    return result["collectives"], len(names) - given, given
+    given = sum(event.name.startswith("gloo:") for event in profile.events())
+    return result["collectives"], seen.call_count, given
 
 
 @pytest.mark.slow
@@ -100,7 +106,7 @@ def sent_by_gloo(config: Config) -> tuple[list[dict], int, int]:
 def test_the_fake_group_says_what_real_processes_do(engine, tensor_parallel):
     config = config_of(2, ENGINES[engine] | {"tensor_parallel": tensor_parallel})
     imagined = dry_run(config, 2, 0)["collectives"]
-    for collectives, called, given in on_processes(2, sent_by_gloo, config):
+    for collectives, seen, given in on_processes(2, sent_by_gloo, config):
         collectives = [row for row in collectives if row["part"] != "order"]
         assert [(row["kind"], row["group"], row["part"], row["calls"]) for row in collectives] == [
             (row["kind"], row["group"], row["part"], row["calls"]) for row in imagined
@@ -108,5 +114,5 @@ def test_the_fake_group_says_what_real_processes_do(engine, tensor_parallel):
         assert [row["bytes"] for row in collectives] == pytest.approx(
             [row["bytes"] for row in imagined], 0.01
         )
-        print(f"{engine}: {called} calls of torch's, {given} of gloo's")
-        assert called and given
+        print(f"{engine}: {seen} calls seen, {given} of gloo's")
+        assert seen == given > 0
