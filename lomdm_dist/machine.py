@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lomdm_dist import __version__
-from lomdm_dist.errors import UserError, first_line
+from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.secrets import hide
 
@@ -50,9 +50,12 @@ def read_hardware(path: str | Path) -> dict[str, Device]:
         devices = {
             str(name): {key: float(value) for key, value in row.items()} for name, row in table.items()
         }
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError, ValueError):
         raise UserError(
-            f"{path} is no table of devices, NAME: {{memory_gib: 79.1, ...}}: {first_line(error)}"
+            f"{path} is no table of devices: it says NAME: {{memory_gib: 79.1, peak_flops: 989e12, ...}}, "
+            "all numbers, as lomdm_dist/hardware.yaml does"
         ) from None
     for name, row in devices.items():
         if row.keys() - {"a_node"} != wanted or not all(0 < value < float("inf") for value in row.values()):

@@ -19,6 +19,7 @@ MAY_IMPORT = {
         "ops",
         "train",
         "data",
+        "children",
         "config",
         "errors",
         "files",

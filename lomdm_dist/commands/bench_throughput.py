@@ -64,14 +64,15 @@ def _measure_points(options, config) -> None:
     )
     data = options.data or _data_at_hand(config)
     rows = points.measure_points(todo, options.config, data, options.steps, options.warmup)
-    if all(row["error"] for row in rows):
-        raise RunFailed("no point could be measured")
+    measured = not all(row["error"] for row in rows)
     print(points.as_markdown(rows))
-    if options.plot:
+    if options.plot and measured:
         points.draw(rows, options.plot)
         print(f"drawn: {options.plot}")
     result = {"rows": rows, "scaling": options.scaling, "convention": points.CONVENTION}
     machine.write_result(options.json, result, config.as_dict())
+    if not measured:
+        raise RunFailed("no point could be measured: the table says why")
 
 
 def _measure_this_job(options, config) -> None:

@@ -141,9 +141,9 @@ def from_bench(path: Path) -> tuple[Calibration, str]:
         name, ranks, seconds = best["device"], best["ranks"], float(best["step_seconds"])
         size, reading = int(best["peak_memory_bytes"]), float(best["phases"].get("data", 0.0))
         config = make_config(result["config"], _overrides(best["overrides"]), path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise UserError(
-            f"--calibrate {path}: no result of `lomdm bench throughput` with a measured row: {error!r}"
+            f"--calibrate {path} is no result of `lomdm bench throughput --json` with a measured row"
         ) from None
     device = known_gpu(name) or GPUS.get(name)
     if device is None:

@@ -6,7 +6,6 @@ was killed, however, goes on where it was.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import json
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lomdm_dist.children import end_with_parent
 from lomdm_dist.errors import REQUEUE, StoppedOnRequest, UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
@@ -33,7 +33,6 @@ POINTS = "points.json"
 LOOK_SECONDS = 0.5
 IN_USE_SECONDS = 120  # that a run which another process holds is waited for: a killed sweep's may still save
 LAST_LINES = 5  # of a failed point's output that are kept
-LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of prctl(2)
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 
@@ -157,12 +156,10 @@ class LocalTraining:
         self.place, self.slot, self.log, self.asked = place, slot, point.log, False
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.begin = self.log.stat().st_size if self.log.exists() else 0
-        command, parent = train_command(place.sweep, point, place.processes), os.getpid()
+        command, bind = train_command(place.sweep, point, place.processes), end_with_parent()
 
         def prepare():  # in the child; Ctrl-C reaches the sweep alone, which then asks all to stop
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(REQUEUE)
+            bind()
             os.sched_setaffinity(0, place.cores[slot])
 
         with open(self.log, "ab") as log:

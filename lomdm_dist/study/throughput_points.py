@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from lomdm_dist.children import end_with_parent
 from lomdm_dist.config import load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_figure
@@ -117,7 +118,11 @@ def _run(point: Point, path: str, data: str, steps: int, warmup: int) -> dict:
         command += ["--steps", str(steps), "--warmup", str(warmup), "--json", str(out), *point.overrides]
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         done = subprocess.run(
-            [sys.executable, "-m", *launcher, "-m", *command], env=environment, capture_output=True, text=True
+            [sys.executable, "-m", *launcher, "-m", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            preexec_fn=end_with_parent(),
         )
         if done.returncode == 0 and out.exists():
             return json.loads(out.read_text())["rows"][0]

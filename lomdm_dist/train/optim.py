@@ -52,5 +52,6 @@ class WeightAverage:
     @phase("optimiser")
     def update(self) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(list(self.averages.values()), self._masters, 1 - decay)
+        if self._masters:  # a small model on many ranks leaves some without a part
+            torch._foreach_lerp_(list(self.averages.values()), self._masters, 1 - decay)
         self.updates += 1

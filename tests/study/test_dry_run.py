@@ -33,6 +33,11 @@ def test_the_command(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_last_of_many_ranks_has_no_parameter(capsys):
+    command("train.global_batch=1024", "--world-size", "1024", "--rank", "1023")
+    assert ", 0 masters here" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

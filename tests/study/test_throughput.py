@@ -2,8 +2,12 @@
 
 import json
 import math
+import signal
 import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -116,6 +120,24 @@ def test_rows_and_their_comparison(tmp_path, capsys):
     assert row["ratio"] == 2 and row["beyond_spreads"] and row["memory_ratio"] == 1
     assert row["phases"]["z1"] == pytest.approx(0.5) and "z1 +500.0" in capsys.readouterr().out
     assert compared["differs"] == {"versions.torch": [result["versions"]["torch"], "another"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_killed_bench(tmp_path, number):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(tiny_config_of_nothing(tmp_path)))
+    words = ["bench", "throughput", "--config", str(config), "train.micro_batch=4", "--ranks", "2"]
+    words = [sys.executable, "-m", "lomdm_dist.cli", *words, "--steps", "100000"]
+    bench = psutil.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.time() + 300
+    while len(children := bench.children(recursive=True)) < 3 and time.time() < until:
+        time.sleep(0.1)
+    assert len(children) >= 3  # the launcher and two ranks
+    bench.send_signal(number)
+    bench.wait()
+    _, alive = psutil.wait_procs(children, timeout=120)
+    assert not alive
 
 
 def tiny_config_of_nothing(folder) -> dict:
