@@ -42,6 +42,7 @@ class Parameters:
         with torch.device("meta"):
             model = LoMDM(config.model, config.objective)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._of_ranks = {}
         self.total = sum(math.prod(shape) for shape in self._shapes.values())
 
     def of_rank(self, ranks: int) -> int:
@@ -59,7 +60,9 @@ class Parameters:
 
     def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
         """Of what one of so many tensor-parallel ranks has, by name, padding included."""
-        return {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
+        if ranks not in self._of_ranks:  # a planner asks for each of its candidates
+            self._of_ranks[ranks] = {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
+        return self._of_ranks[ranks]
 
 
 def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
