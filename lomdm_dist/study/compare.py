@@ -71,7 +71,7 @@ def _differences(a, b, at: str = "") -> dict[str, list]:
 
 def as_markdown(result: dict) -> str:
     lines = [
-        "| | seconds | | ratio | beyond the spreads | memory | most changed parts, ms |",
+        "| | A, seconds | B, seconds | B / A | beyond the spreads | memory, B / A | most changed parts, ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

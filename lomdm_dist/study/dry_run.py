@@ -167,6 +167,7 @@ class _Run:
             "data_rank": grid.data_rank,
             "tensor_rank": grid.tensor_rank,
             "accumulation": config.accumulation(grid.data_size),
+            "how": _in_words(config, grid),
             "parameters": {
                 "model": self.blueprint.parameters,
                 "tensor_rank": parameters.of_rank(grid.tensor_size),
@@ -213,6 +214,15 @@ class _Run:
         shards = self.config.parallel.shard_group
         neighbours = ranks[1] - ranks[0] == self.grid.tensor_size
         return "shards" if len(ranks) == shards and neighbours else "copies"
+
+
+def _in_words(config: Config, grid: Grid) -> str:
+    parallel, train = config.parallel, config.train
+    return (
+        f"{parallel.engine}, ZeRO {parallel.zero_stage}, {train.precision}, "
+        f"{config.accumulation(grid.data_size)} micro-batches of {train.micro_batch} a step, "
+        f"samples {train.two_samples}, recompute {train.recompute}"
+    )
 
 
 def _parameters(engine) -> list[Tensor]:
@@ -281,7 +291,7 @@ def lines(result: dict) -> list[str]:
     )
     out = [
         f"dry run of rank {result['rank']} of {result['world_size']} (data-parallel {result['data_rank']}, "
-        f"tensor-parallel {result['tensor_rank']}), {result['accumulation']} micro-batches a step",
+        f"tensor-parallel {result['tensor_rank']}): {result['how']}",
         f"parameters: {parameters['model']:,} in all, {parameters['tensor_rank']:,} of a tensor-parallel "
         f"rank, {parameters['masters']:,} masters here",
         "",

@@ -10,7 +10,7 @@ from lomdm_dist.model import LoMDM
 from lomdm_dist.model.backbone import MLP_RATIO
 from lomdm_dist.model.kernels import loss_chunk
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
-from lomdm_dist.study.activations import activation_bytes
+from lomdm_dist.study.activations import OF_ORDER, activation_bytes
 
 WHOLE_BUCKET = 500_000_000  # elements that are reduced at a time without ZeRO
 GATHERED = 1_000_000_000  # parameters that ZeRO 3 keeps whole between uses; DeepSpeed's default
@@ -60,8 +60,8 @@ class Parameters:
 
     def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
         """Of what one of so many tensor-parallel ranks has, by name, padding included."""
-        if ranks not in self._of_ranks:
-            self._of_ranks[ranks] = {n: _part(n, shape, ranks) for n, shape in self._shapes.items()}
+        if ranks not in self._of_ranks:  # a planner asks for each of its candidates
+            self._of_ranks[ranks] = {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
         return self._of_ranks[ranks]
 
 
@@ -105,7 +105,8 @@ def _update(config: Config, parameters: Parameters, data_parallel: int) -> float
     if config.parallel.engine != "deepspeed" or stage == 3:
         return 0
     bucket = {0: WHOLE_BUCKET, 1: REDUCE_BUCKET, 2: 0}[stage]
-    last = _tokens(config) * config.model.width * network_bytes(config)  # a gradient that is still held
+    # of the last pass a gradient and what schedules and integrands are made of are still held
+    last = _tokens(config) * (config.model.width * network_bytes(config) + OF_ORDER)
     return last + 4 * max(min(bucket, mine), mine / data_parallel if stage else 0)
 
 

@@ -212,7 +212,8 @@ def _draw_curves(axes, sweep: Sweep, series: dict) -> None:
             if curve:
                 shade = 1 if alone else 1 - 0.8 * (longest - 1 - place) / longest
                 style = {"color": f"C{place if alone else number}", "alpha": shade}
-                axes.plot(*zip(*curve, strict=True), label=name, linewidth=1.2, **style)
+                marker = "o" if len(curve) == 1 else ""
+                axes.plot(*zip(*curve, strict=True), label=name, linewidth=1.2, marker=marker, **style)
     axes.xaxis.set_major_formatter(_short)
     axes.set(xlabel="tokens seen", ylabel="bound, nats a token", title="Validation during training")
     axes.legend(frameon=False, fontsize="x-small", ncols=1 + (sum(map(len, series.values())) > 8))

@@ -174,7 +174,7 @@ def as_markdown(rows: list[dict]) -> str:
         cells += [f"{share:.0%} of matmul" if mfu is None and share else f"{mfu or 0:.1%}"]
         lines.append(_cells(*cells, f"{row['peak_memory_bytes'] / 2**30:.2f}"))
     names = [name for name in (*PHASES, OTHER) if any(name in row["phases"] for row in good)]
-    lines += ["", _cells("ms a step", *names, "sum", "of the step"), "|---|" + (len(names) + 2) * "---|"]
+    lines += ["", _cells("ms a step", *names, "sum", "sum, of the step"), "|---|" + (len(names) + 2) * "---|"]
     for row in good:
         cells = [f"{1e3 * row['phases'][name]:.1f}" if name in row["phases"] else "" for name in names]
         total = row["phases_sum"]
@@ -219,7 +219,11 @@ def _draw_speeds(axes, rows: list[dict]) -> None:
         ranks, speed = [row["ranks"] for row in own], [row["tokens_per_second"] for row in own]
         line = axes.plot(ranks, speed, "o-", label=_short(series))[0]
         axes.plot(ranks, [speed[0] * n / ranks[0] for n in ranks], "--", color=line.get_color(), alpha=0.4)
-    axes.set(xlabel="ranks", ylabel="tokens/s (dashed: ideal)", ylim=(0, None))
+    axes.set(
+        xlabel="ranks",
+        ylabel="tokens/s (dashed: ideal)",
+        ylim=(0, 1.1 * max(row["tokens_per_second"] for row in rows)),
+    )
     axes.set_xticks(sorted({row["ranks"] for row in rows}))
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
