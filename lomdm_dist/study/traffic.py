@@ -85,6 +85,8 @@ def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
     if stage == 1:
         buckets = math.ceil(sum(flat) / REDUCE_BUCKET)
         yield Collective("all_reduce", "data", "gradients", buckets, 4 * sum(flat), ranks)
+        if config.train.precision == "fp32":  # in bf16 DeepSpeed has another optimiser, which needs none
+            yield Collective("all_reduce", "data", "norm", len(flat), 4 * len(flat), ranks)
     else:
         times = _accumulation(config, ranks)
         reached = [mine - of_order] * passes(config) + [of_order] * (of_order > 0)
