@@ -17,6 +17,7 @@ from lomdm_dist.study.scaling_law import (
     fit_parabolas,
     fit_surface,
 )
+from lomdm_dist.study.scaling_points import read_trainings
 
 TOP = 2e20  # FLOPs: the largest budget
 # of masked diffusion with a learned order, as if: better, and dearer
@@ -226,6 +227,15 @@ HEAD = "objective,flops_per_token,tokens,loss\n"
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--curve"], "has a curve"),
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--bootstrap", "5"], "100 draws"),
         ("a.json", "[1]", [], "not a list of rows"),
+        ("a.json", '{"objectives": {}, "convention": {}}', [], "what `lomdm fit --json` wrote"),
+        (
+            "a.csv",
+            HEAD.replace(",", ";") + "mdlm;1e9;1e9;3.1\n",
+            [],
+            "'objective;flops_per_token;tokens;loss'",
+        ),
+        ("a.csv", HEAD + "mdlm,1e9,1e9,3,1\n", [], "row 1 has 5 cells, and the header 4"),
+        ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--objective", "mdlm", "mdlm"], "each objective once"),
         ("a.json", json.dumps([{**ROW, "curve": [[1e8, 4], [9e8, 3.2]]}] * 3), ["--curve"], "1 sizes"),
     ],
 )
@@ -235,3 +245,20 @@ def test_mistakes_are_said_in_a_line(tmp_path, capsys, name, text, options, said
         main(["fit", str(tmp_path / name), *options])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_a_training_given_twice_counts_once(tmp_path):
+    """As points.csv and points.json of one sweep do; another seed, or another loss, is another training."""
+    (tmp_path / "a.csv").write_text(HEAD + "mdlm,1e9,1e9,3.1\nmdlm,1e9,1e9,3.2\nlomdm,1e9,1e9,3.1\n")
+    rows = [{**ROW, "seed": 0, "curve": [[5e8, 3.5]]}, {**ROW, "seed": 1}, {"status": "failed"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    trainings, left_out, repeated = read_trainings(
+        [tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "a.json"]
+    )
+    assert sorted((one.objective, one.loss, one.seed or "") for one in trainings) == [
+        ("lomdm", 3.1, ""),
+        ("mdlm", 3.1, "0"),
+        ("mdlm", 3.1, "1"),
+        ("mdlm", 3.2, ""),
+    ]
+    assert (left_out, repeated) == (2, 3) and max(len(one.curve) for one in trainings) == 2
