@@ -41,10 +41,7 @@ def _fit(options) -> None:
     by_objective = _by_objective(trainings, options.objective)
     if options.plot and any(one.flops_per_token is None for those in by_objective.values() for one in those):
         raise UserError("--plot draws losses against compute, and some rows have no flops_per_token")
-    fits = {
-        name: scaling_study.fit(those, options.bootstrap, options.seed, options.curve, options.bins)
-        for name, those in by_objective.items()
-    }
+    fits = scaling_study.fit_all(by_objective, options.bootstrap, options.seed, options.curve, options.bins)
     base, *others = fits
     result = {
         "objectives": {name: scaling_study.describe(fits[name], by_objective[name]) for name in fits},
