@@ -37,14 +37,11 @@ def _fit(options) -> None:
         raise UserError(f"--curve {options.curve:g}: give a share of a training's tokens, 0 to 1")
     if options.plot:
         scaling_figure.check_plot(options.plot)
-    trainings, left_out = read_trainings(options.points)
+    trainings, left_out, repeated = read_trainings(options.points)
     by_objective = _by_objective(trainings, options.objective)
     if options.plot and any(one.flops_per_token is None for those in by_objective.values() for one in those):
         raise UserError("--plot draws losses against compute, and some rows have no flops_per_token")
-    fits = {
-        name: scaling_study.fit(those, options.bootstrap, options.seed, options.curve, options.bins)
-        for name, those in by_objective.items()
-    }
+    fits = scaling_study.fit_all(by_objective, options.bootstrap, options.seed, options.curve, options.bins)
     base, *others = fits
     result = {
         "objectives": {name: scaling_study.describe(fits[name], by_objective[name]) for name in fits},
@@ -52,11 +49,14 @@ def _fit(options) -> None:
         "gain": {name: scaling_study.gain(fits[base], fits[name], by_objective[name]) for name in others},
         "draws": options.bootstrap,
         "unfinished": left_out,
+        "repeated": repeated,
         "convention": scaling_study.CONVENTION,
     }
     print(scaling_table.say(result))
     if left_out:
         print(f"\n{left_out} rows left out: their trainings did not finish")
+    if repeated:
+        print(f"\n{repeated} rows left out: each repeats a training that was given already")
     if options.plot:
         scaling_figure.draw(fits, options.plot)
         print(f"drawn: {options.plot}")
@@ -67,6 +67,8 @@ def _by_objective(trainings: list, wanted: list[str] | None) -> dict[str, list]:
     """The trainings of each objective that is asked for, in that order. UserError."""
     there = list(dict.fromkeys(training.objective for training in trainings))
     names = list(dict.fromkeys(wanted or sorted(there, key=lambda name: name != "mdlm")))
+    if wanted and len(wanted) > len(names):
+        raise UserError(f"--objective {' '.join(wanted)}: give each objective once")
     for name in names:
         if name not in there:
             raise UserError(f"--objective {name}: the points are of {', '.join(there)}")

@@ -38,7 +38,8 @@ def draw(fits: dict[str, Fits], path: Path) -> None:
 
     panels = [_losses, _sizes, _residuals] if any(one.surface for one in fits.values()) else [_losses, _sizes]
     panels += [partial(_parabolas, name=name) for name, one in fits.items() if one.parabolas]
-    panels += [_gains] if len(fits) > 1 else []
+    base, *others = (one.frontiers.keys() for one in fits.values())
+    panels += [_gains] if any(base & one for one in others) else []
     columns = (len(panels) + 1) // 2
     figure = Figure(figsize=(WIDTH * columns, HEIGHT * 2), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)

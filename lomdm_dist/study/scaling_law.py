@@ -19,6 +19,7 @@ DELTA = 1e-3  # of Huber's loss, on log loss: beyond it a point pulls no harder
 EXPONENTS = np.geomspace(0.02, 1.5, 14)  # where the search starts
 LIMITS = np.log([0.01, 3])  # of an exponent's logarithm: beyond, a power is a constant or a wall
 STARTS = 8  # the best of those, each followed to its end
+EXACT = 1e-6  # of log loss: smaller changes are rounding
 SAME_BUDGET = 0.05  # in log C: points of one budget differ by less from the next
 
 
@@ -96,7 +97,7 @@ PUBLISHED = Frontier(*np.array([0, np.log(27.21883), 0.04961, np.log(0.01761), 0
 PUBLISHED_SURFACE = Surface(*np.array([2.17, np.log(222), np.log(1920), 0.292, 0.367]))
 
 
-def fit_surface(points: Points, draws: int, seed: int = 0) -> tuple[Surface, Surface]:
+def fit_surface(points: Points, draws: int, seed: int | list[int] = 0) -> tuple[Surface, Surface]:
     """Method 1, by Huber's loss on log loss: the fit, and `draws` of its bootstrap. UserError."""
     check_points(points)
     x = np.log(np.stack([points.size, points.tokens], axis=1))
@@ -125,6 +126,21 @@ def check_points(points: Points) -> None:
             "coefficients take 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes "
             "validations during a training, too)"
         )
+
+
+def untold(log_scale, exponent, drawn: np.ndarray, log_x: np.ndarray, loss: np.ndarray, noise: float) -> str:
+    """Why the losses do not determine a fit's falling power scale x^-exponent; empty where they do.
+
+    drawn: the exponents of the bootstrap. noise: of log loss, the standard deviation of what is left over.
+    """
+    low, high = np.exp(LIMITS)
+    ends = [np.isclose(values, low) | np.isclose(values, high) for values in (exponent, drawn)]
+    if ends[0] or (drawn.size and ends[1].mean() > 0.5):
+        return f"not determined: the exponent is at an end of its range, {low:g} to {high:g}"
+    change = np.ptp(np.exp(log_scale - exponent * log_x) / loss)
+    if change <= max(noise, EXACT):
+        return f"not determined: it changes the losses by {change:.2g} of them, and {noise:.2g} is noise"
+    return ""
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
@@ -163,7 +179,7 @@ class Noise:
         freedom = 1 / (shares[best] / together + (1 - shares[best]) / alone)
         return cls(float(np.sqrt(variance[best])), float(shares[best]), float(freedom), run)
 
-    def draw(self, draws: int, seed: int) -> np.ndarray:
+    def draw(self, draws: int, seed: int | list[int]) -> np.ndarray:
         """[draws, n]"""
         noise = np.random.default_rng(seed)
         of_points = noise.standard_normal((draws, len(self.run)))
@@ -280,6 +296,7 @@ class Parabolas:
     kept: np.ndarray
     frontier: Frontier
     power_law: np.ndarray
+    noise: float  # standard deviation of log loss
 
 
 def budgets_of(points: Points, bins: int | None = None) -> np.ndarray:
@@ -304,7 +321,7 @@ def budgets_of(points: Points, bins: int | None = None) -> np.ndarray:
 
 
 def fit_parabolas(
-    points: Points, budget: np.ndarray, draws: int, seed: int = 0
+    points: Points, budget: np.ndarray, draws: int, seed: int | list[int] = 0
 ) -> tuple[Parabolas, Frontier, np.ndarray]:
     """Method 2, by least squares: the fit; of each draw of its bootstrap the frontier and the power law.
 
@@ -325,13 +342,22 @@ def fit_parabolas(
     coefficients = fit[:-1].reshape(3, count).T
     kept = _kept(coefficients, np.log(points.size) - centre[budget], budget)
     run = np.unique(points.run, return_inverse=True)[1]
-    noise = Noise.of(design, np.log(points.loss) - design @ fit, run).draw(draws, seed)
-    drawn = ((design @ fit + noise) @ solve[:-1].T).reshape(draws, 3, count).swapaxes(1, 2)
+    noise = Noise.of(design, np.log(points.loss) - design @ fit, run)
+    drawn = ((design @ fit + noise.draw(draws, seed)) @ solve[:-1].T).reshape(draws, 3, count).swapaxes(1, 2)
+
+    lost = (drawn[:, kept, 2] <= 0).any(axis=1).mean() if draws else 0
+    if lost > 0.1 or np.ptp(np.log(points.loss)) < EXACT:
+        raise UserError(
+            f"not determined: the losses of a budget bend too little against their noise, {lost:.0%} of the "
+            "draws have a budget without a best size; take sizes further apart"
+        )
 
     at = log_c[kept], centre[kept]
     frontier, theta, power_law = _law_of_minima(coefficients[None, kept], *at)
     frontier = Frontier(*(law[0] for law in vars(frontier).values()))
-    found = Parabolas(points, budget, np.exp(log_c), centre, coefficients, kept, frontier, power_law[0])
+    found = Parabolas(
+        points, budget, np.exp(log_c), centre, coefficients, kept, frontier, power_law[0], noise.sd
+    )
     of_draws, _, power_laws = _law_of_minima(drawn[:, kept], *at, start=theta)
     return found, of_draws, power_laws
 

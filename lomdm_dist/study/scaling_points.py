@@ -28,10 +28,11 @@ class Training:
     tokens: float
     loss: float
     curve: np.ndarray
+    seed: str | None = None
 
 
-def read_trainings(paths: list[Path]) -> tuple[list[Training], int]:
-    """All finished trainings, and how many rows are of others. UserError with the row."""
+def read_trainings(paths: list[Path]) -> tuple[list[Training], int, int]:
+    """The finished trainings; how many rows are of others, how many repeat one. UserError with the row."""
     trainings, left_out = [], 0
     for path in paths:
         for number, row in enumerate(_rows(path), 1):
@@ -41,15 +42,38 @@ def read_trainings(paths: list[Path]) -> tuple[list[Training], int]:
                 trainings.append(_training(row, f"{path}, row {number}"))
     if not trainings:
         raise UserError(f"{', '.join(map(str, paths))}: no row of a finished training")
-    return trainings, left_out
+    once = _once(trainings)
+    return once, left_out, len(trainings) - len(once)
+
+
+def _once(trainings: list[Training]) -> list[Training]:
+    """Each training once, in order, with the longest curve it was given.
+
+    The same are those of one objective, size, tokens and loss, unless both tell a seed and it differs.
+    """
+    kept: dict[tuple, list[Training]] = {}
+    for one in trainings:
+        size = one.parameters if one.flops_per_token is None else one.flops_per_token
+        alike = kept.setdefault((one.objective, *(f"{x:.9g}" for x in (size, one.tokens, one.loss))), [])
+        for k, other in enumerate(alike):
+            if one.seed == other.seed or None in (one.seed, other.seed):
+                alike[k] = max(other, one, key=lambda training: len(training.curve))
+                break
+        else:
+            alike.append(one)
+    return [one for alike in kept.values() for one in alike]
 
 
 def _rows(path: Path) -> list[dict]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix != ".json":
-            return list(csv.DictReader(text.splitlines()))
+            return _table(text, path)
         found = json.loads(text)
+        if isinstance(found, dict) and "convention" in found and "objectives" in found:
+            raise UserError(
+                f"{path} is what `lomdm fit --json` wrote, not points: give the sweep's points.json"
+            )
         rows = found["points"] if isinstance(found, dict) else found
         # a sweep has what came of a point under `result`
         return [row | (row.get("result") or {}) for row in rows]
@@ -57,6 +81,22 @@ def _rows(path: Path) -> list[dict]:
         unlike = isinstance(error, KeyError | TypeError | AttributeError)
         reason = "not a list of rows" if unlike else getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{path} is no table of points (points.json, points.csv): {reason}") from None
+
+
+def _table(text: str, path: Path) -> list[dict]:
+    """The rows of a CSV. UserError where it has other columns, or a row has more cells than the header."""
+    table = csv.DictReader(text.splitlines())
+    if "objective" not in (table.fieldnames or ()):
+        found = ", ".join(map(repr, table.fieldnames or ())) or "none"
+        raise UserError(f"{path} has no column objective; found, between commas: {found[:200]}")
+    rows = list(table)
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise UserError(
+                f"{path}, row {number} has {len(table.fieldnames) + len(row[None])} cells, and the header "
+                f"{len(table.fieldnames)}: a comma inside a number or a name? put quotes around it"
+            )
+    return rows
 
 
 def _training(row: dict, where: str) -> Training:
@@ -70,7 +110,8 @@ def _training(row: dict, where: str) -> Training:
         size = flops / tokens
     if size is None and parameters is None:
         raise UserError(f"{where} has neither flops_per_token (of training, a clean token) nor parameters")
-    return Training(row["objective"], size, parameters, tokens, loss, _curve(row, tokens, loss, where))
+    seed = None if row.get("seed") in (None, "") else str(row["seed"])
+    return Training(row["objective"], size, parameters, tokens, loss, _curve(row, tokens, loss, where), seed)
 
 
 def _number(row: dict, name: str, where: str, optional: bool = False) -> float | None:

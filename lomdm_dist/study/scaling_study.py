@@ -14,6 +14,7 @@ from lomdm_dist.study.scaling_law import (
     distinct,
     fit_parabolas,
     fit_surface,
+    untold,
 )
 from lomdm_dist.study.scaling_points import Training, points_at_budgets, points_of
 
@@ -45,19 +46,34 @@ CONVENTION = {
 class Fits:
     """What was fitted to an objective; what could not be is absent, with the reason in `missing`.
 
-    Of a pair the first is the fit, the second holds a value of each draw. frontiers: by method.
+    Of a pair the first is the fit, the second holds a value of each draw. frontiers: by method, where the
+    losses determine it. unknown: the coefficients that they do not, by method, as the JSON file names them.
     """
 
     points: Points
     surface: tuple[Surface, Surface] | None
     parabolas: Parabolas | None
+    of_draws: Frontier | None  # of the parabolas
     power_law: np.ndarray | None  # [draws], of the parabolas
     frontiers: dict[str, tuple[Frontier, Frontier]]
     of_parameters: tuple[Surface, Surface] | None
     missing: dict[str, str]
+    unknown: dict[str, set[str]]
 
 
-def fit(trainings: list[Training], draws: int, seed: int, since: float | None, bins: int | None) -> Fits:
+def fit_all(
+    by_objective: dict[str, list[Training]], draws: int, seed: int, since: float | None, bins: int | None
+) -> dict[str, Fits]:
+    """Of each objective. Draws are independent: of one seed, the luck of two would cancel in the gain."""
+    return {
+        name: fit(those, draws, [seed, number], since, bins)
+        for number, (name, those) in enumerate(by_objective.items())
+    }
+
+
+def fit(
+    trainings: list[Training], draws: int, seed: int | list[int], since: float | None, bins: int | None
+) -> Fits:
     """All that these trainings of one objective give. UserError where that is nothing."""
     found, missing = {}, {}
     counted = all(training.flops_per_token is not None for training in trainings)
@@ -77,12 +93,48 @@ def fit(trainings: list[Training], draws: int, seed: int, since: float | None, b
         raise UserError(f"{trainings[0].objective}: {missing['surface']}")
     surface, of_parameters = found.get("surface"), found.get("surface of parameters")
     parabolas, of_draws, power_law = found.get("parabolas", (None, None, None))
-    frontiers = {}
+    frontiers, unknown = {}, {"surface": set(), "parabolas": set()}
     if surface:
+        unknown["surface"] = _unknown(*surface, points, missing, "the surface")
         frontiers["surface"] = surface[0].frontier(), surface[1].frontier()
+    if of_parameters:
+        those = points_of(trainings, since, "parameters")
+        if _unknown(*of_parameters, those, missing, "the surface of parameters"):
+            of_parameters = None
     if parabolas:
+        unknown["parabolas"] = _unknown_law(parabolas, of_draws, missing)
         frontiers["parabolas"] = parabolas.frontier, of_draws
-    return Fits(points, surface, parabolas, power_law, frontiers, of_parameters, missing)
+    frontiers = {name: pair for name, pair in frontiers.items() if not unknown[name]}
+    return Fits(points, surface, parabolas, of_draws, power_law, frontiers, of_parameters, missing, unknown)
+
+
+@WILD
+def _unknown(fit: Surface, draws: Surface, points: Points, missing: dict[str, str], of: str) -> set[str]:
+    """The coefficients that the losses do not determine; why goes to `missing`."""
+    value = fit.loss(points.size, points.tokens)
+    residual = np.log(points.loss / value)
+    noise = float(np.sqrt((residual**2).sum() / (len(residual) - 5)))
+    terms = {
+        ("A", "a"): (fit.log_a, fit.alpha, draws.alpha, np.log(points.size)),
+        ("B", "b"): (fit.log_b, fit.beta, draws.beta, np.log(points.tokens)),
+    }
+    unknown = set()
+    for names, term in terms.items():
+        if why := untold(*term, value, noise):
+            missing[f"{' and '.join(names)} of {of}"] = why
+            unknown |= {"E", *names}
+    return unknown
+
+
+@WILD
+def _unknown_law(found: Parabolas, draws: Frontier, missing: dict[str, str]) -> set[str]:
+    """The same of the law of the minima: they may tell the best size, and no law of the loss."""
+    law, compute = found.frontier, found.compute[found.kept]
+    gamma = draws.gamma[~np.isnan(draws.gamma)]
+    why = untold(law.log_k, law.gamma, gamma, np.log(compute), law.loss(compute), found.noise)
+    if why:
+        missing["L* = E + K C^-g of the parabolas"] = why
+    return {"E", "loss_exponent", "loss"} if why else set()
 
 
 def _check_size(trainings: list[Training], name: str) -> None:
@@ -139,19 +191,25 @@ def _range(values: np.ndarray) -> list[float]:
 
 def _describe_surface(fits: Fits) -> dict:
     residual = np.log(fits.points.loss / fits.surface[0].loss(fits.points.size, fits.points.tokens))
+    unknown = fits.unknown["surface"]
+    laws = _laws(*(one.frontier() for one in fits.surface), fits.points)
+    if unknown:
+        laws = dict.fromkeys(laws) | {"best": [_blank(row) for row in laws["best"]]}
     return {
-        **_coefficients(*fits.surface),
-        **_laws(*fits.frontiers["surface"], fits.points),
+        **_without(_coefficients(*fits.surface), unknown),
+        **laws,
         "residual_rms": float(np.sqrt((residual**2).mean())),
         "largest_residual": float(np.abs(residual).max()),
     }
 
 
 def _describe_parabolas(fits: Fits) -> dict:
-    found, draws = fits.parabolas, fits.frontiers["parabolas"][1]
+    found, draws, unknown = fits.parabolas, fits.of_draws, fits.unknown["parabolas"]
+    laws = {"E": interval(found.frontier.irreducible, draws.irreducible)}
+    laws |= _laws(found.frontier, draws, fits.points)
     return {
-        "E": interval(found.frontier.irreducible, draws.irreducible),
-        **_laws(found.frontier, draws, fits.points),
+        **_without(laws, unknown),
+        "best": [_without(row, unknown) for row in laws["best"]],
         "power_law_exponent": interval(found.power_law, fits.power_law),
         "budgets": [
             {"compute": float(c), "points": int((found.budget == k).sum()), "kept": bool(found.kept[k])}
@@ -159,6 +217,14 @@ def _describe_parabolas(fits: Fits) -> dict:
         ],
         "draws_without_minimum": int(np.isnan(draws.gamma).sum()),
     }
+
+
+def _without(found: dict, unknown: set[str]) -> dict:
+    return {key: None if key in unknown else value for key, value in found.items()}
+
+
+def _blank(row: dict) -> dict:
+    return _without(row, {"loss", "flops_per_token", "tokens"})
 
 
 def _coefficients(fit: Surface, draws: Surface) -> dict:
@@ -210,7 +276,9 @@ def gain(base: Fits, other: Fits, trainings: list[Training]) -> dict:
             for name in base.frontiers
             if name in other.frontiers
         },
-        "at_size": _size_gains(base, other, trainings) if base.surface and other.surface else [],
+        "at_size": _size_gains(base, other, trainings)
+        if "surface" in base.frontiers and "surface" in other.frontiers
+        else [],
     }
 
 

@@ -34,7 +34,10 @@ def _table(name: str, found: dict) -> str:
     if found["surface_of_parameters"]:
         fit = {key: _cell(value) for key, value in found["surface_of_parameters"].items()}
         lines.append("  in parameters: L(N, D) = {E} + {A} N^-{a} + {B} D^-{b}".format(**fit))
-    lines += [f"  no {method}: {reason}" for method, reason in found["missing"].items()]
+    for what, reason in found["missing"].items():
+        lines.append(
+            f"  {what}: {reason}" if reason.startswith("not determined") else f"  no {what}: {reason}"
+        )
     return "\n".join(lines)
 
 
@@ -54,7 +57,7 @@ def _laws(surface: dict | None, parabolas: dict | None) -> list[list[str]]:
     ]
     rows = [["", "surface", "parabolas", "published surface", "published parabolas"]]
     for label, key, *published in labels:
-        fits = [_cell(method and method.get(key)) for method in (surface, parabolas)]
+        fits = [_told(method, key) for method in (surface, parabolas)]
         rows.append([label, *fits, *("-" if number is None else f"{number:.4g}" for number in published)])
     return rows
 
@@ -62,13 +65,14 @@ def _laws(surface: dict | None, parabolas: dict | None) -> list[list[str]]:
 def _best(surface: dict | None, parabolas: dict | None, top: float) -> list[list[str]]:
     """The best loss at the largest compute of the data and beyond, and the best size there."""
     rows = []
-    for k, times in enumerate(AHEAD):
+    ahead = [(k, times) for k, times in enumerate(AHEAD) if np.isfinite(times * top)]
+    for k, times in ahead:
         label = f"L* at C = {times * top:.2g}" + (f", {times} x the data *" if times > 1 else "")
-        fits = [_cell(method and method["best"][k]["loss"]) for method in (surface, parabolas)]
+        fits = [_told(method and method["best"][k], "loss") for method in (surface, parabolas)]
         published = (f"{law.loss(times * top):.4g}" for law in (PUBLISHED_SURFACE.frontier(), PUBLISHED))
         rows.append([label, *fits, *published])
     for label, key in (("M*", "flops_per_token"), ("D*", "tokens")):
-        fits = [_cell(method and method["best"][0][key]) for method in (surface, parabolas)]
+        fits = [_told(method and method["best"][0], key) for method in (surface, parabolas)]
         rows.append([f"{label} at C = {top:.2g}", *fits, "", ""])
     return rows
 
@@ -78,7 +82,7 @@ def _gain_table(base: str, name: str, found: dict) -> str:
         f"compute-equivalent gain of {name} over {base}: {base} takes so many times the compute for its loss"
     ]
     if not found["frontier"]:
-        return "\n".join([*lines, "  cannot be had: it takes one method for both"])
+        return "\n".join([*lines, "  cannot be had: it takes a method that determines the law of both"])
     if not found["overlap"]:
         lines.append("  their ranges of compute do not overlap: all of it is extrapolated")
     rows = [["on the frontier, at C", *found["frontier"]]]
@@ -95,6 +99,18 @@ def _gain_table(base: str, name: str, found: dict) -> str:
 
 def _gain_cell(one: dict) -> str:
     return _cell(one["gain"]).replace("inf", "never") + " *" * one["extrapolated"]
+
+
+def _told(found: dict | None, key: str) -> str:
+    """A fitted number, or that the losses do not determine it; what is not finite is left out."""
+    if not found or key not in found:
+        return "-"
+    number = found[key]
+    if number is None:
+        return "not determined"
+    if not all(end is None or np.isfinite(end) for end in number.values()):
+        number = {"value": number["value"], "low": None, "high": None}
+    return _cell(number if np.isfinite(number["value"]) else None)
 
 
 def _cell(number: dict | None) -> str:
