@@ -63,6 +63,10 @@ DECISIVE = {
 }
 
 
+class Diverged(UserError):
+    """A training that is done, and has come to nothing."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One training. `group` is its name without the seed, `choices` the name of its value on each axis."""
@@ -365,8 +369,8 @@ def is_done(point: Point) -> bool:
         return False
     folder = find_checkpoint(point.run)
     try:
-        step = json.loads((folder / STATE).read_text())["step"]
-    except (ValueError, KeyError):
+        step = int(json.loads((folder / STATE).read_text())["step"])
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"point {point.name}: {folder / STATE} is damaged: remove {folder}") from None
     different = _differences(point.config, load_config(folder / "config.yaml"))
     if step > point.config.train.steps:
@@ -395,7 +399,7 @@ def objects(lines: str) -> list[dict]:
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 def flops_per_token(config: Config) -> float:
@@ -406,14 +410,29 @@ def flops_per_token(config: Config) -> float:
 def result_of(point: Point) -> dict:
     """What a training that is done has come to; the numbers' meaning: CONVENTION.
 
-    curve: [tokens, loss] of each validation.
+    curve: [tokens, loss] of each validation. UserError where its metrics do not say.
     """
-    config, lines = point.config, objects((point.run / "metrics.jsonl").read_text(errors="replace"))
+    path = point.run / "metrics.jsonl"
+    try:
+        return _result(point, objects(path.read_text(errors="replace")))
+    except FileNotFoundError:
+        problem = "is missing"
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        problem = "is damaged"
+    raise UserError(f"point {point.name}: {path} {problem}: move {point.run} away, to train it anew")
+
+
+def _result(point: Point, lines: list[dict]) -> dict:
+    config = point.config
     logs = [line for line in lines if "tokens" in line]
     valid = [line for line in lines if "valid_nll_per_token" in line]
     if not logs or not valid:
         raise UserError(
-            f"point {point.name}: {point.run / 'metrics.jsonl'} holds no validation: move it away"
+            f"point {point.name}: {point.run / 'metrics.jsonl'} holds no validation: move {point.run} away"
+        )
+    if valid[-1]["valid_nll_per_token"] is None:  # nan or infinite
+        raise Diverged(
+            f"point {point.name}: its last validation is no number: it has diverged; {point.run} stays"
         )
     seen = ([0, *(line["step"] for line in logs)], [0, *(line["tokens"] for line in logs)])
     curve = [[round(np.interp(line["step"], *seen)), line["valid_nll_per_token"]] for line in valid]

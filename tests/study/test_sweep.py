@@ -196,6 +196,35 @@ def test_a_run_of_another_config_is_refused(base, stubs, capsys):
 
 
 @pytest.mark.parametrize(
+    ("damaged", "text", "said"),
+    [
+        ("points.json", "", "points.json is damaged: remove it"),
+        ("points.json", "[]", "points.json is damaged"),
+        ("points.json", '{"points": [{"name": "clip_0.5"}]}', "points.json is damaged"),
+        ("clip_0.5/metrics.jsonl", "", "metrics.jsonl holds no validation: move"),
+        ("clip_0.5/metrics.jsonl", "3\nnull\n[]\n{", "metrics.jsonl holds no validation: move"),
+        ("clip_0.5/metrics.jsonl", '{"tokens": 3}\n{"valid_nll_per_token": 3}', "metrics.jsonl is damaged"),
+        ("clip_0.5/checkpoints/step-2/state.json", "[]", "state.json is damaged"),
+    ],
+)
+def test_damaged_files_are_named(base, stubs, capsys, damaged, text, said):
+    file = write_sweep(base, {"optim.clip": [0.5]})
+    assert call(file, "train.steps=2") == 0
+    (base.with_name("runs") / damaged).write_text(text)
+    assert call(file, "train.steps=2") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_training_that_diverged_has_failed(base, stubs, capsys):
+    file = write_sweep(base, {"optim.clip": [0.5]})
+    assert call(file, "train.steps=2") == 0
+    with open(base.with_name("runs") / "clip_0.5/metrics.jsonl", "a") as metrics:
+        print(json.dumps({"step": 2, "valid_nll_per_token": None}), file=metrics)
+    assert call(file, "train.steps=2") == 1
+    assert "it has diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"axis": {}}, "unknown key axis; did you mean axes?"),
