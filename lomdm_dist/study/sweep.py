@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,8 @@ from lomdm_dist.train.checkpoint import LATEST, STATE, find_checkpoint, paramete
 
 KEYS = ("about", "base", "set", "axes", "seeds", "x", "y", "runs", "paper")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # a folder's, and a word of a command line
+LONGEST = 255 - len(".log")  # name, so that a file system takes its log's
+OWN = ("points.json", "points.csv", "table.md", "plot.png", "lock", "slurm")  # a sweep's files in its folder
 NUMBERS = ("parameters", "flops")  # that may be the plot's x, besides an axis
 MEASURES = ("loss", "tokens_per_second")  # that may be its y
 CONVENTION = {
@@ -58,6 +61,10 @@ DECISIVE = {
     "data": {"train", "valid", "attend", "window"},
     "train": {"start_from", "global_batch", "precision", "seed", "valid_sequences"},
 }
+
+
+class Diverged(UserError):
+    """A training that is done, and has come to nothing."""
 
 
 @dataclass(frozen=True)
@@ -104,29 +111,57 @@ class Sweep:
 def load_sweep(path: Path, overrides: list[str]) -> Sweep:
     """Every point of a sweep file, its config checked; `overrides` change all of them. UserError."""
     values = read_values(path, "sweep", "base:, axes:")
+    _check_plain(values, path)
     _check_keys(values, path)
+    _check_kinds(values, path)
     axes = {str(axis): _choices(str(axis), given, path) for axis, given in values["axes"].items()}
+    _check_axes(values["axes"], path)
+    names = {axis: tuple(choices) for axis, choices in axes.items()}
     shared = [f"{key}={_text(value)}" for key, value in values.get("set", {}).items()]
-    _check_free(overrides, axes, path)
     if seeds := values.get("seeds"):
         axes["seed"] = {f"s{seed}": [f"train.seed={seed}"] for seed in seeds}
-        _check_free(overrides, {"seeds": axes["seed"]}, path)
+    _check_free(overrides, _owners(shared, axes, path), path)
     base, folder = Path(values["base"]), Path(values.get("runs", Path("runs") / path.stem))
+    _check_folder(folder, path)
     points = [
         _point(base, folder, dict(zip(axes, combination, strict=True)), axes, shared, overrides)
         for combination in itertools.product(*axes.values())
     ]
     _check_distinct(points, path)
-    names = {axis: tuple(choices) for axis, choices in axes.items() if axis != "seed"}
-    x, paper = values.get("x", list(names)[-1]), values.get("paper")
+    _check_names([point.name for point in points], path)
+    x, y = values.get("x", list(names)[-1]), values.get("y", MEASURES[0])
     if x not in (*names, *NUMBERS):
         raise UserError(f"sweep {path}: x is {x}, but there are {', '.join((*names, *NUMBERS))}")
-    y = values.get("y", MEASURES[0])
     if y not in MEASURES:
         raise UserError(f"sweep {path}: y is {y}, but there are {' and '.join(MEASURES)}")
-    _check_paper(paper, {point.group for point in points}, path)
+    paper = _paper(values.get("paper"), {point.group for point in points}, path)
     about, config = values.get("about", path.stem), load_config(base, [*shared, *overrides])
     return Sweep(path.stem, about, base, folder, names, x, y, paper, tuple(points), config)
+
+
+def _check_plain(values: dict, path: Path) -> None:
+    """That the values are a tree of text, numbers, lists and sections, without YAML's merges."""
+    try:
+        json.dumps(values)
+    except ValueError:
+        raise UserError(
+            f"sweep {path}: an anchor (&name) holds an alias (*name) of itself: write out what it stands for"
+        ) from None
+    except (TypeError, RecursionError) as error:
+        raise UserError(
+            f"sweep {path}: text, numbers, lists and sections are wanted, not too deep ({error})"
+        ) from None
+    if any("<<" in section for section in _sections(values)):
+        raise UserError(f"sweep {path}: merges (<<) are not supported: write the keys out")
+
+
+def _sections(value) -> Iterator[dict]:
+    """All that a value holds, itself too."""
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _sections(item)
 
 
 def _check_keys(values: dict, path: Path) -> None:
@@ -134,19 +169,47 @@ def _check_keys(values: dict, path: Path) -> None:
         near = difflib.get_close_matches(str(key), KEYS, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(KEYS)}"
         raise UserError(f"sweep {path}: unknown key {key}{hint}")
-    for key, kind in (("base", str), ("axes", dict), ("set", dict), ("seeds", list), ("paper", dict)):
-        given = values.get(key)
-        if key in values and not isinstance(given, kind):
-            wanted = {str: "a path", dict: "a section", list: "a list"}[kind]
-            raise UserError(f"sweep {path}: {key}: {wanted} is wanted, got {given!r}")
     for key in ("base", "axes"):
         if not values.get(key):
             raise UserError(
                 f"sweep {path}: {key} is missing" + (": it has no points" if key == "axes" else "")
             )
+
+
+def _check_kinds(values: dict, path: Path) -> None:
+    kinds = {"base": "a path", "runs": "a path", "about": "text", "x": "text", "y": "text", "seeds": "a list"}
+    for key, given in values.items():
+        wanted = kinds.get(key, "a section")
+        kind = {"a list": list, "a section": dict}.get(wanted, str)
+        if not isinstance(given, kind) or (kind is not dict and not given):
+            shown = repr(given) if given or given is None else f"{given!r}, which is empty"
+            hint = " (in quotes)" if wanted == "text" and not isinstance(given, dict | list) else ""
+            raise UserError(f"sweep {path}: {key}: {wanted} is wanted{hint}, got {shown}")
     seeds = values.get("seeds", [])
     if len(set(map(str, seeds))) < len(seeds):
         raise UserError(f"sweep {path}: seeds {seeds} hold one twice")
+
+
+def _check_axes(axes: dict, path: Path) -> None:
+    """Their names: each once, and none that means something else."""
+    hints = {"seed": "write seeds: [0, 1, ...], or call it otherwise"}
+    hints |= dict.fromkeys(NUMBERS, "as x: it means a number of each point; call the axis otherwise")
+    for axis in map(str, axes):
+        if axis in hints:
+            raise UserError(f"sweep {path}: an axis cannot be called {axis}: {hints[axis]}")
+        if list(map(str, axes)).count(axis) > 1:
+            raise UserError(f"sweep {path}: axes has {axis} twice")
+
+
+def _check_folder(folder: Path, path: Path) -> None:
+    """That RUNS is a folder, or can be made."""
+    try:
+        blocking = next((place for place in (folder, *folder.parents) if place.exists()), None)
+        problem = f"{blocking} is a file" if blocking and not blocking.is_dir() else None
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    if problem:
+        raise UserError(f"sweep {path}: runs: {str(folder)!r} cannot be a folder: {problem}")
 
 
 def _choices(axis: str, given, path: Path) -> dict[str, list[str]]:
@@ -175,7 +238,8 @@ def _choices(axis: str, given, path: Path) -> dict[str, list[str]]:
 
 def _name(axis: str, value) -> str:
     """`model.width` of 512: width_512."""
-    value = f"{value:g}" if isinstance(value, float) else _text(value)
+    short = f"{value:g}" if isinstance(value, float) else _text(value)
+    value = short if not isinstance(value, float) or float(short) == value else repr(value)
     return f"{axis.rpartition('.')[2]}_{value}"
 
 
@@ -184,16 +248,52 @@ def _text(value) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _check_free(overrides: list[str], axes: dict[str, dict[str, list[str]]], path: Path) -> None:
-    """What an axis sets cannot be set for all points."""
-    taken = {"train.run": "the sweep's own folder"}
+def _owners(shared: list[str], axes: dict[str, dict[str, list[str]]], path: Path) -> dict[str, str]:
+    """Who says what a key is, an axis or the sweep itself. UserError where the file says it twice."""
+    owners = {"train.run": "the sweep's own folder"}
+    taken = dict(owners)
+    _claim(shared, "set", taken, path)
     for axis, choices in axes.items():
-        taken |= {
-            key: f"axis {axis}" for texts in choices.values() for text in texts for key in keys_of(text)
-        }
+        who, keys = "seeds" if axis == "seed" else f"axis {axis}", set()
+        for texts in choices.values():
+            mine = dict(taken)
+            _claim(texts, who, mine, path)
+            keys |= mine.keys() - taken.keys()
+        owners |= dict.fromkeys(keys, who)
+        taken |= owners
+    return owners
+
+
+def _claim(texts: list[str], who: str, taken: dict[str, str], path: Path) -> None:
+    """Put what the overrides set into `taken`. UserError where something is there."""
+    for text in texts:
+        for key in sorted(_changed(text, taken)):
+            raise UserError(
+                f"sweep {path}: {who} has {text!r}, but {taken[key]} says what {key} is: leave out one"
+            )
+        taken |= dict.fromkeys(_keys(text), who)
+
+
+def _keys(text: str) -> set[str]:
+    """That an override sets. UserError."""
+    try:
+        return keys_of(text)
+    except ValueError:
+        raise UserError(f"override {text!r}: the value is not valid YAML") from None
+
+
+def _changed(text: str, taken: dict[str, str]) -> set[str]:
+    """Of the taken keys, what an override would change; a whole section replaces all that is in it."""
+    name, equals, _ = text.partition("=")
+    inside = {key for key in taken if equals and key.startswith(f"{name}.")}
+    return inside | (_keys(text) & taken.keys())
+
+
+def _check_free(overrides: list[str], owners: dict[str, str], path: Path) -> None:
+    """What an axis sets cannot be set for all points."""
     for override in overrides:
-        for key in keys_of(override) & taken.keys():
-            raise UserError(f"override {override!r}: in sweep {path} {taken[key]} says what {key} is")
+        for key in sorted(_changed(override, owners)):
+            raise UserError(f"override {override!r}: in sweep {path} {owners[key]} says what {key} is")
 
 
 def _check_distinct(points: list[Point], path: Path) -> None:
@@ -206,18 +306,43 @@ def _check_distinct(points: list[Point], path: Path) -> None:
             )
 
 
-def _check_paper(paper: dict | None, groups: set[str], path: Path) -> None:
+def _check_names(names: list[str], path: Path) -> None:
+    """That each point has a folder and a log of its own, beside the sweep's files."""
+    taken = dict.fromkeys(OWN, "a file of the sweep itself")
+    for name in names:
+        if len(name) > LONGEST:
+            raise UserError(
+                f"sweep {path}: point {name[:40]}... has a name of {len(name)} letters, the most is "
+                f"{LONGEST}: write its axes as NAMES, each with the keys that it sets"
+            )
+        for file, what in (
+            (name, f"the folder of point {name}"),
+            (f"{name}.log", f"the log of point {name}"),
+        ):
+            if file in taken:
+                raise UserError(f"sweep {path}: {file} would be {what}, and {taken[file]}: rename a value")
+            taken[file] = what
+
+
+def _paper(paper: dict | None, groups: set[str], path: Path) -> dict | None:
+    """Checked; names that YAML reads as numbers are text here."""
     if paper is None:
-        return
+        return None
     if paper.keys() != {"label", "ppl"} or not isinstance(paper["ppl"], dict):
         raise UserError(f"sweep {path}: paper has the keys label, and ppl with a number a point")
-    for name, ppl in paper["ppl"].items():
+    if not isinstance(paper["label"], str):
+        raise UserError(f"sweep {path}: paper: label: text is wanted (in quotes), got {paper['label']!r}")
+    ppls = {str(name): ppl for name, ppl in paper["ppl"].items()}
+    if len(ppls) < len(paper["ppl"]):
+        raise UserError(f"sweep {path}: paper: ppl has a point twice")
+    for name, ppl in ppls.items():
         if name not in groups:
             near = difflib.get_close_matches(name, groups, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"sweep {path}: paper has {name}, which is no point{hint}")
-        if type(ppl) not in (int, float) or not ppl >= 1:
+        if type(ppl) not in (int, float) or not 1 <= ppl < math.inf:
             raise UserError(f"sweep {path}: paper: {name}: a perplexity is wanted, got {ppl!r}")
+    return {"label": paper["label"], "ppl": ppls}
 
 
 def _point(base: Path, folder: Path, choices: dict, axes: dict, shared: list[str], overrides) -> Point:
@@ -244,8 +369,8 @@ def is_done(point: Point) -> bool:
         return False
     folder = find_checkpoint(point.run)
     try:
-        step = json.loads((folder / STATE).read_text())["step"]
-    except (ValueError, KeyError):
+        step = int(json.loads((folder / STATE).read_text())["step"])
+    except (ValueError, KeyError, TypeError):
         raise UserError(f"point {point.name}: {folder / STATE} is damaged: remove {folder}") from None
     different = _differences(point.config, load_config(folder / "config.yaml"))
     if step > point.config.train.steps:
@@ -274,7 +399,7 @@ def objects(lines: str) -> list[dict]:
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 def flops_per_token(config: Config) -> float:
@@ -285,14 +410,29 @@ def flops_per_token(config: Config) -> float:
 def result_of(point: Point) -> dict:
     """What a training that is done has come to; the numbers' meaning: CONVENTION.
 
-    curve: [tokens, loss] of each validation.
+    curve: [tokens, loss] of each validation. UserError where its metrics do not say.
     """
-    config, lines = point.config, objects((point.run / "metrics.jsonl").read_text(errors="replace"))
+    path = point.run / "metrics.jsonl"
+    try:
+        return _result(point, objects(path.read_text(errors="replace")))
+    except FileNotFoundError:
+        problem = "is missing"
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        problem = "is damaged"
+    raise UserError(f"point {point.name}: {path} {problem}: move {point.run} away, to train it anew")
+
+
+def _result(point: Point, lines: list[dict]) -> dict:
+    config = point.config
     logs = [line for line in lines if "tokens" in line]
     valid = [line for line in lines if "valid_nll_per_token" in line]
     if not logs or not valid:
         raise UserError(
-            f"point {point.name}: {point.run / 'metrics.jsonl'} holds no validation: move it away"
+            f"point {point.name}: {point.run / 'metrics.jsonl'} holds no validation: move {point.run} away"
+        )
+    if valid[-1]["valid_nll_per_token"] is None:  # nan or infinite
+        raise Diverged(
+            f"point {point.name}: its last validation is no number: it has diverged; {point.run} stays"
         )
     seen = ([0, *(line["step"] for line in logs)], [0, *(line["tokens"] for line in logs)])
     curve = [[round(np.interp(line["step"], *seen)), line["valid_nll_per_token"]] for line in valid]

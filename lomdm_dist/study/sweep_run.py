@@ -26,7 +26,7 @@ from lomdm_dist.errors import REQUEUE, StoppedOnRequest, UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.secrets import hide
-from lomdm_dist.study.sweep import CONVENTION, Point, Sweep, is_done, objects, result_of
+from lomdm_dist.study.sweep import CONVENTION, Diverged, Point, Sweep, is_done, objects, result_of
 from lomdm_dist.train.inputs import LOCK
 
 POINTS = "points.json"
@@ -67,20 +67,41 @@ def look_up(sweep: Sweep, retry: bool = False) -> list[Record]:
 
     A point that has failed is to be run again where its config has changed since, or with `retry`.
     """
-    before = {}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        before = {point["name"]: point for point in json.loads((sweep.folder / POINTS).read_text())["points"]}
-    records = []
+    before, records = _read_points(sweep.folder / POINTS), []
     for point in sweep.points:
         record, old = Record(point), before.get(point.name, {})
         if is_done(point):
-            record.status, record.result = DONE, result_of(point)
+            _finish(record)
         elif old.get("identity") == point.identity:
-            record.job = old.get("job")
+            record.job = old["job"]
             if old["status"] == FAILED and not retry:
                 record.status, record.error = FAILED, old["error"]
         records.append(record)
     return records
+
+
+def _read_points(path: Path) -> dict[str, dict]:
+    """What an earlier call wrote, by name. UserError where it is damaged: jobs would be started twice."""
+    try:
+        points = {point["name"]: point for point in json.loads(path.read_text())["points"]}
+        if all({"identity", "status", "error", "job"} <= point.keys() for point in points.values()):
+            return points
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise UserError(
+        f"{path} is damaged: remove it, and the sweep goes on from its runs (which points have failed, and "
+        "jobs of SLURM that still run, it then does not know)"
+    )
+
+
+def _finish(record: Record) -> None:
+    """Of a training that has done its steps."""
+    try:
+        record.status, record.result = DONE, result_of(record.point)
+    except Diverged as error:
+        record.status, record.error = FAILED, [f"error: {error}"]
 
 
 def train_command(sweep: Sweep, point: Point, processes: int) -> list[str]:
@@ -252,16 +273,14 @@ def _has_ended(record: Record, running: dict, asked: bool) -> bool:
     del running[record.point.name]
     record.job = None
     try:
-        done, problem = is_done(record.point), []
-    except UserError as error:  # the base has changed meanwhile
-        done, problem = False, [f"error: {error}"]
-    if done:
-        record.status, record.result = DONE, result_of(record.point)
-    elif asked or status == REQUEUE:
-        record.status = STOPPED
-    else:
-        record.status = FAILED
-        record.error = problem or [*training.last_lines(), f"(status {status})"]
+        if is_done(record.point):
+            _finish(record)
+        elif asked or status == REQUEUE:
+            record.status = STOPPED
+        else:
+            record.status, record.error = FAILED, [*training.last_lines(), f"(status {status})"]
+    except UserError as error:  # the base has changed meanwhile, or files are damaged
+        record.status, record.error = FAILED, [f"error: {error}"]
     return True
 
 

@@ -50,6 +50,8 @@ def write_sweep(base: Path, axes: dict, **more) -> Path:
     return path
 
 
+NESTED = {"a": {}}
+NESTED["a"]["x"] = NESTED
 FOUR = {
     "point": {
         "a": {"optim.learning_rate": 0.1},
@@ -194,6 +196,35 @@ def test_a_run_of_another_config_is_refused(base, stubs, capsys):
 
 
 @pytest.mark.parametrize(
+    ("damaged", "text", "said"),
+    [
+        ("points.json", "", "points.json is damaged: remove it"),
+        ("points.json", "[]", "points.json is damaged"),
+        ("points.json", '{"points": [{"name": "clip_0.5"}]}', "points.json is damaged"),
+        ("clip_0.5/metrics.jsonl", "", "metrics.jsonl holds no validation: move"),
+        ("clip_0.5/metrics.jsonl", "3\nnull\n[]\n{", "metrics.jsonl holds no validation: move"),
+        ("clip_0.5/metrics.jsonl", '{"tokens": 3}\n{"valid_nll_per_token": 3}', "metrics.jsonl is damaged"),
+        ("clip_0.5/checkpoints/step-2/state.json", "[]", "state.json is damaged"),
+    ],
+)
+def test_damaged_files_are_named(base, stubs, capsys, damaged, text, said):
+    file = write_sweep(base, {"optim.clip": [0.5]})
+    assert call(file, "train.steps=2") == 0
+    (base.with_name("runs") / damaged).write_text(text)
+    assert call(file, "train.steps=2") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_training_that_diverged_has_failed(base, stubs, capsys):
+    file = write_sweep(base, {"optim.clip": [0.5]})
+    assert call(file, "train.steps=2") == 0
+    with open(base.with_name("runs") / "clip_0.5/metrics.jsonl", "a") as metrics:
+        print(json.dumps({"step": 2, "valid_nll_per_token": None}), file=metrics)
+    assert call(file, "train.steps=2") == 1
+    assert "it has diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"axis": {}}, "unknown key axis; did you mean axes?"),
@@ -208,7 +239,48 @@ def test_a_run_of_another_config_is_refused(base, stubs, capsys):
         ({"seeds": [1, 1]}, "hold one twice"),
         ({"x": "size"}, "x is size, but there are optim.clip, parameters, flops"),
         ({"paper": {"label": "l", "ppl": {"clip_2": 30}}}, "paper has clip_2, which is no point"),
+        ({"paper": {"label": "l", "ppl": {512: 30}}}, "paper has 512, which is no point"),
+        ({"paper": {"label": "l", "ppl": {"clip_1": math.inf}}}, "a perplexity is wanted, got inf"),
+        ({"paper": {"label": 3, "ppl": {}}}, "paper: label: text is wanted (in quotes), got 3"),
         ({"set": {"train.valid_every": 0}}, "train.valid_every is 0"),
+        ({"set": {"optim.clip": 2}}, "set says what optim.clip is"),
+        ({"set": {"optim": {"clip": 2}}}, "set says what optim.clip is"),
+        ({"set": {"train.seed": 1}, "seeds": [0, 1]}, "set says what train.seed is"),
+        ({"set": {"train.run": "x"}}, "the sweep's own folder says what train.run is"),
+        (
+            {"set": {"objective.c1": 1}, "axes": {"objective": {"ar": {"objective": {"name": "ar"}}}}},
+            "set says what objective.c1 is",
+        ),
+        ({"axes": {"optim.clip": [0.5], "a": {"x": {"optim.clip": 1}}}}, "axis optim.clip says what"),
+        ({"axes": {"a": {"x": {"optim": {"clip": 1}, "optim.clip": 2}}}}, "axis a says what optim.clip is"),
+        ({"axes": {"seed": {"x": {"optim.clip": 1}}}}, "an axis cannot be called seed: write seeds:"),
+        ({"axes": {"flops": {"x": {"optim.clip": 1}}}}, "an axis cannot be called flops"),
+        ({"axes": {512: {"x": {}}, "512": {"y": {"optim.clip": 1}}}}, "axes has 512 twice"),
+        ({"runs": None}, "runs: a path is wanted, got None"),
+        ({"runs": ["a"]}, "runs: a path is wanted, got ['a']"),
+        ({"runs": 3}, "runs: a path is wanted, got 3"),
+        ({"runs": ""}, "runs: a path is wanted, got '', which is empty"),
+        ({"runs": __file__}, "test_sweep.py is a file"),
+        ({"runs": f"{__file__}/below"}, "test_sweep.py is a file"),
+        ({"about": 2024}, "about: text is wanted (in quotes), got 2024"),
+        ({"x": ["size"]}, "x: text is wanted, got ['size']"),
+        ({"y": {"a": 1}}, "y: text is wanted, got {'a': 1}"),
+        ({"seeds": []}, "seeds: a list is wanted, got [], which is empty"),
+        ({"axes": NESTED}, "an anchor (&name) holds an alias (*name) of itself"),
+        ({"axes": {"a": {"x": {"<<": {"optim.clip": 1}}}}}, "merges (<<) are not supported"),
+        ({"axes": {"a": {"x": {}, "x.log": {"optim.clip": 0.5}}}}, "x.log would be"),
+        ({"axes": {"a": {"points.json": {}}}}, "points.json would be the folder of point points.json, and a"),
+        ({"axes": {"a": {"lock": {}}}}, "lock would be the folder"),
+        ({"axes": {"a": {"x" * 252: {}}}}, "a name of 252 letters, the most is 251"),
+        (
+            {
+                "axes": {
+                    "a": {"x-y": {}, "x": {"optim.clip": 0.5}},
+                    "b": {"z": {}, "y-z": {"optim.eps": 1e-7}},
+                }
+            },
+            "x-y-z would be the folder",
+        ),
     ],
 )
 def test_a_mistake_in_a_sweep_is_said_before_anything_starts(base, change, said):
@@ -220,9 +292,24 @@ def test_a_mistake_in_a_sweep_is_said_before_anything_starts(base, change, said)
 
 def test_what_an_axis_sets_cannot_be_overridden(base):
     file = write_sweep(base, {"optim.clip": [0.5, 1.0]}, seeds=[0, 1])
-    for override in ("optim.clip=3", "train.seed=3", "train.run=x", "optim={clip: 3}"):
+    for override in ("optim.clip=3", "train.seed=3", "train.run=x", "optim={clip: 3}", "optim={warmup: 3}"):
         with pytest.raises(UserError, match="in sweep"):
             load_sweep(file, [override])
+    with pytest.raises(UserError, match="the value is not valid YAML"):
+        load_sweep(file, ["optim={clip"])
+
+
+def test_numbers_that_differ_late_have_names_that_differ(base):
+    rates = [0.001, 0.00100000001, 1]
+    paper = {"label": "l", "ppl": {512: 3}}
+    points = load_sweep(write_sweep(base, {"optim.learning_rate": rates}), []).points
+    assert [point.name for point in points] == [
+        "learning_rate_0.001",
+        "learning_rate_0.00100000001",
+        "learning_rate_1",
+    ]
+    axes = {"width": {512: {}, 64: {"model.width": 64}}}
+    assert load_sweep(write_sweep(base, axes, paper=paper), []).paper["ppl"] == {"512": 3}
 
 
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
