@@ -345,11 +345,11 @@ def fit_parabolas(
     noise = Noise.of(design, np.log(points.loss) - design @ fit, run)
     drawn = ((design @ fit + noise.draw(draws, seed)) @ solve[:-1].T).reshape(draws, 3, count).swapaxes(1, 2)
 
-    lost = (drawn[:, kept, 2] <= 0).any(axis=1).mean() if draws else 0
-    if lost > 0.1 or np.ptp(np.log(points.loss)) < EXACT:
+    bent = (drawn[:, kept, 2] > 0).mean(axis=0) >= 0.95 if draws else kept[kept]
+    if bent.sum() < 2 or np.ptp(np.log(points.loss)) < EXACT:  # of pure noise 1 in 40 has two
         raise UserError(
-            f"not determined: the losses of a budget bend too little against their noise, {lost:.0%} of the "
-            "draws have a budget without a best size; take sizes further apart"
+            f"not determined: {bent.sum()} of {count} compute budgets have a best size in 95% of the draws, "
+            "and it takes 2: the rest bend too little against the noise; take sizes further apart"
         )
 
     at = log_c[kept], centre[kept]
