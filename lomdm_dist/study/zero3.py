@@ -79,8 +79,6 @@ def rounds_of(config: Config, modules: set[str]) -> list[list[Use]]:
     backward = [*output[::-1], *_backward(psi, recompute), *backward_of_trunk]
     forward, backward = _uses(forward, False), _uses(backward, True)
     rounds = [forward + backward] * (max(1, objective.samples) if split else 1)
-    if objective.samples == 1:
-        rounds = [_uses([WHOLE], False), *rounds]  # the engine is asked for an order that needs no module
     if objective.samples == 2:
         first = [WHOLE, *(trunk + phi if objective.name == "lomdm" else ["token_exponents"])]
         last = _backward(phi, recompute) if objective.name == "lomdm" else ["token_exponents"]

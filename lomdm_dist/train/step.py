@@ -73,9 +73,11 @@ def _two_samples(engine, x: Tensor, valid: Tensor | None, noise: Noise, config: 
     scale = share / x.numel()
 
     # 1. features of x without gradient, and phi's head on them
-    with phase("features"):
-        outputs = engine(LoMDM.order_outputs, x, valid, of_order)
-    order = None if outputs is None else outputs.detach().requires_grad_()
+    outputs = order = None
+    if samples == 2:  # the order is learned
+        with phase("features"):
+            outputs = engine(LoMDM.order_outputs, x, valid, of_order)
+        order = outputs.detach().requires_grad_()
 
     # 2. a time, and samples z1, z2 of q(z|x) at it
     schedule = engine.module.schedule(order, x, valid)
