@@ -15,7 +15,7 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.machine import Device, known_gpu
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import loss_chunk
-from lomdm_dist.study.memory import LEFT_OUT, Parameters, memory
+from lomdm_dist.study.memory import Parameters, memory
 from lomdm_dist.study.roofline import Seconds, step_seconds
 
 GIB = 2**30
@@ -103,7 +103,6 @@ class Plan:
             f"{name} {size:.2f}" for name, size in result["memory_gib"].items() if size and name != "usable"
         ]
         lines += [f"GiB a rank, of {usable_gib(self.device):.1f} to use:", f"  {', '.join(parts)}"]
-        lines += [f"  not in it, and for the reserve: {'; '.join(LEFT_OUT)}"]
         if seconds:
             lines += [
                 f"step {seconds.step:.3f} s: compute {seconds.compute:.3f}, update {seconds.update:.3f}, "
