@@ -24,6 +24,7 @@ from lomdm_dist.evaluate.order import (
     speech_shares,
 )
 from lomdm_dist.evaluate.perplexity import evaluation_noise
+from lomdm_dist.evaluate.speech import find_tagger
 from lomdm_dist.process import corrupt, draw_time
 from lomdm_dist.sample import sample
 from tests.model.test_model import randomised, tiny_config
@@ -234,6 +235,7 @@ def test_the_command_follows_its_contract(trained_run, tmp_path, capsys):
 
 def test_what_a_model_has_not_is_null_with_a_reason(trained_mdlm_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lomdm_dist.evaluate.speech.TAGGERS", {})
+    find_tagger.cache_clear()  # an earlier test of this process may have found one
     out = tmp_path / "order.json"
     order_of(trained_mdlm_run.run, trained_mdlm_run.data / "valid", "--json", str(out))
     result = json.loads(out.read_text())
