@@ -48,3 +48,10 @@ def trained_run(tiny_data) -> TrainedRun:
 @pytest.fixture(scope="session")
 def trained_mdlm_run(tiny_data) -> TrainedRun:
     return TrainedRun(train_tiny(tiny_config(tiny_data, tiny_data.with_name("mdlm"), "mdlm")), tiny_data)
+
+
+@pytest.fixture(autouse=True)
+def started_plainly(monkeypatch):
+    """A command that joins alone leaves a launcher's variables behind; the next test is as a process anew."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
