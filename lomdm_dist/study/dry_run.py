@@ -89,6 +89,8 @@ def check(config: Config, world_size: int, rank: int) -> None:
         for name in names:
             if getattr(getattr(config, section), name):
                 raise UserError(f"a dry run does not know {section}.{name}=true")
+    if config.kernels.loss == "plain":
+        raise UserError("a dry run does not know kernels.loss=plain: its logits are not in the plan")
     config.accumulation(config.data_parallel(world_size))
 
 

@@ -49,6 +49,7 @@ def test_the_last_of_many_ranks_has_no_parameter(capsys):
         (["--world-size", "8", "train.recompute=auto"], "train.recompute is auto"),
         (["--resume", "auto"], "leave out --resume"),
         (["parallel.offload=true"], "does not know parallel.offload=true"),
+        (["kernels.loss=plain"], "does not know kernels.loss=plain"),
     ],
 )
 def test_mistakes_are_one_line(more, said, capsys):
