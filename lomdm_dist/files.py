@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lomdm_dist.errors import UserError
 
+FIGURES = (".png", ".pdf", ".svg")
 FULL = 2**20  # bytes: a disk with less room than that is full
 
 
@@ -38,6 +39,17 @@ def write_figure(figure, path: Path, **options) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix.removeprefix("."), **options)
     write_atomically(path, drawn.getvalue())
+
+
+def check_figure(path: Path) -> None:
+    """Of `--plot`, before the work: can the figure be drawn and written? UserError."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    if path.suffix not in FIGURES:
+        raise UserError(f"--plot {path}: the name must end in {', '.join(FIGURES)}")
+    check_writable(path)
 
 
 def first_link(folder: Path) -> Path | None:

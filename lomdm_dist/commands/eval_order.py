@@ -63,7 +63,7 @@ def _check(options, config) -> tuple[int, int]:
 
         find_tagger(options.tagger)
     if options.plot:
-        from lomdm_dist.evaluate.order_figure import check_figure
+        from lomdm_dist.files import check_figure
 
         check_figure(options.plot)
     return length, options.steps or length

@@ -27,6 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _fit(options) -> None:
     from lomdm_dist import machine
+    from lomdm_dist.files import check_figure
     from lomdm_dist.study import scaling_figure, scaling_study, scaling_table
     from lomdm_dist.study.scaling_points import read_trainings
 
@@ -36,7 +37,7 @@ def _fit(options) -> None:
     if options.curve is not None and not 0 <= options.curve < 1:
         raise UserError(f"--curve {options.curve:g}: give a share of a training's tokens, 0 to 1")
     if options.plot:
-        scaling_figure.check_plot(options.plot)
+        check_figure(options.plot)
     trainings, left_out, repeated = read_trainings(options.points)
     by_objective = _by_objective(trainings, options.objective)
     if options.plot and any(one.flops_per_token is None for those in by_objective.values() for one in those):

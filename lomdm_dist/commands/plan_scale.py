@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _plan_scale(options) -> None:
     from lomdm_dist import machine
     from lomdm_dist.config import load_config
+    from lomdm_dist.files import check_figure
     from lomdm_dist.study import scale
 
     numbers = scale.counts(options.gpus)
@@ -33,7 +34,7 @@ def _plan_scale(options) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value:g}: give more than 0")
     if options.plot:
-        scale.check_plot(options.plot)
+        check_figure(options.plot)
     config, device = load_config(options.config, options.overrides), gpu_of(options)
     calibration, said = (
         scale.from_bench(options.calibrate) if options.calibrate else (None, "nothing measured")

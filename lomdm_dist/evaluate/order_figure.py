@@ -2,22 +2,9 @@
 
 from pathlib import Path
 
-from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable, write_figure
+from lomdm_dist.files import write_figure
 
-KINDS = (".png", ".pdf", ".svg")
 NAMES = {"A_hatA": "A, hatA", "A_confidence": "A, confidence", "hatA_confidence": "hatA, confidence"}
-
-
-def check_figure(path: Path) -> None:
-    """Before the work: can the figure be drawn and written? UserError."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
-    if path.suffix not in KINDS:
-        raise UserError(f"--plot {path}: the name must end in {', '.join(KINDS)}")
-    check_writable(path)
 
 
 def draw(result: dict, path: Path) -> None:

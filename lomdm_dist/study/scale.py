@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config, make_config
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable, write_figure
+from lomdm_dist.files import write_figure
 from lomdm_dist.machine import GPUS, Device, known_gpu
 from lomdm_dist.study import memory, roofline
 from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, calibrate, candidates, choose, undivided
@@ -198,17 +198,6 @@ def as_table(found: list[dict], price: float | None) -> list[str]:
         cells += [f"{row['days']:,.2f}", *([f"{row['cost']:,.0f}"] if price else []), row["limit"]]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return lines + [f"{row['gpus']:,} GPUs: {row['reason']}" for row in found if row["reason"]]
-
-
-def check_plot(path: Path) -> None:
-    """Raises UserError where the curves cannot be drawn there."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--plot {path}: the name must end in .png, .pdf or .svg")
-    check_writable(path)
 
 
 def draw(result: dict, path: Path) -> None:

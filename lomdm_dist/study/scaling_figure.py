@@ -5,29 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable, write_figure
+from lomdm_dist.files import write_figure
 from lomdm_dist.study.scaling_law import PUBLISHED, PUBLISHED_SURFACE, Points
 from lomdm_dist.study.scaling_study import WILD, Fits
 
-KINDS = (".png", ".pdf", ".svg")
 STYLES = {"surface": "-", "parabolas": "--"}
 COMPUTE = "training compute C, FLOPs"
 SIZE = "M, training FLOPs a token"
 REFERENCE = "other data and tokenizer"
 AHEAD = 5  # times the largest compute: how far the lines go beyond the data
 WIDTH, HEIGHT = 4.6, 3.8
-
-
-def check_plot(path: Path) -> None:
-    """Raises UserError where a plot cannot be drawn there."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("a plot needs matplotlib: pip install matplotlib") from None
-    if path.suffix not in KINDS:
-        raise UserError(f"--plot {path}: the name must end in one of {', '.join(KINDS)}")
-    check_writable(path)
 
 
 @WILD
