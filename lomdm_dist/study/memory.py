@@ -159,10 +159,8 @@ def _communication(config: Config, parameters: Parameters) -> float:
     ranks = parallel.tensor_parallel
     mine = parameters.of_rank(ranks)
     if parallel.engine == "deepspeed" and parallel.zero_stage == 3:
-        bucket = 4 * REDUCE_BUCKET + 4 * min(
-            REDUCE_BUCKET, mine
-        )  # and what is reduced of it, in order of ranks
-        return bucket + size * min(GATHERED, mine)
+        in_order = min(REDUCE_BUCKET, mine)  # what is reduced of the bucket, in the order of the ranks
+        return 4 * (REDUCE_BUCKET + in_order) + size * min(GATHERED, mine)
     if parallel.engine == "deepspeed":
         # a bucket, its part in use, and that in float32 to reduce; ZeRO 1 in bf16 reduces its sums in place
         has_bucket = parallel.zero_stage == 2 or (parallel.zero_stage == 1 and size == 4)
