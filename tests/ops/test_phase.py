@@ -15,7 +15,7 @@ BACKWARD = "loss heads z loss"
 EXPECTED = {
     ("lomdm", "split"): f"{ORDER} {FORWARD} {BACKWARD} {FORWARD} {BACKWARD} heads loss -",
     ("lomdm", "joint"): f"{ORDER} {FORWARD} {BACKWARD} heads loss -",
-    ("mdlm", "split"): "data - loss features loss z loss z loss z loss z loss z loss -",
+    ("mdlm", "split"): "data - loss z loss z loss z loss z loss z loss -",  # no features: no order to learn
     ("ar", "split"): "data - z loss z loss z -",
 }
 
