@@ -260,7 +260,11 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW; linear warm-up to a constant rate; the scheduler heads have a rate of their own."""
+    """AdamW; linear warm-up to a constant rate; the scheduler heads have a rate of their own.
+
+    clip  the largest norm of the backbone's gradient, and of the heads'. Each by itself: by their norm
+          together the heads' REINFORCE gradient, ten times as large in places, would slow the backbone
+    """
 
     learning_rate: Rate = 3e-4
     heads_learning_rate: Rate = 1e-5

@@ -5,8 +5,9 @@ An engine is one of two classes, `DeepSpeed` (zero.py) and `Fsdp2` (fsdp2.py), a
     engine(function, ...)         a forward pass of the model, as `LoMDM.forward`
     engine.backward(loss, more)   add the gradients of a loss, over the ranks their mean; `more` says that
                                   more of the same parameters follow in this micro-batch
-    engine.step(good)             once a step: clip, update; returns the norm before clipping. Where that is
-                                  no number, or on any rank not `good`, the gradients go and nothing changes
+    engine.step(good)             once a step: clip each parameter group, update; returns their norms before
+                                  clipping. Where one is no number, or on any rank not `good`, the gradients
+                                  go and nothing changes
     engine.local                  whether the ranks compute by themselves until the step
     engine.drop()                 if so: forget the gradients of the step so far
     engine.pieces                 the float32 master weights and moments that live here (layout.py)

@@ -15,7 +15,13 @@ from lomdm_dist.model.backbone import Block
 from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, new_state
+from lomdm_dist.parallel.optimizer import (
+    MOMENTS,
+    clip_gradients,
+    gradient_norms,
+    gradients_by_group,
+    new_state,
+)
 
 for _name in ("post_backward", "finalize_backward"):  # hooks of the backward pass: here gradients are reduced
     setattr(FSDPParamGroup, _name, phase("reduction")(getattr(FSDPParamGroup, _name)))
@@ -69,17 +75,18 @@ class Fsdp2:
         loss.backward()
 
     @phase("optimiser")
-    def step(self, good: bool = True) -> float:
-        gradients = [
-            (p.grad.to_local(), self.layouts[name].dim is not None)
-            for name, p in self.module.named_parameters()
-            if p.grad is not None
+    def step(self, good: bool = True) -> list[float]:
+        groups = [
+            [(gradient.to_local(), is_split) for gradient, is_split in group]
+            for group in gradients_by_group(self.optimizer, self.module, self.layouts)
         ]
-        norm = clip_gradients(gradients, self.clip, self.grid, self.shards)
-        if good and math.isfinite(norm):
+        norms = gradient_norms(groups, self.grid, self.shards)
+        for gradients, norm in zip(groups, norms, strict=True):
+            clip_gradients([gradient for gradient, _ in gradients], norm, self.clip)
+        if good and all(map(math.isfinite, norms)):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return norms
 
     def fill(self, read: Callable[[list[Piece]], None]) -> None:
         read(self.pieces)

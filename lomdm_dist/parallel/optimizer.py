@@ -1,10 +1,10 @@
-"""What both engines share: AdamW's state, and the norm that the gradient is clipped by."""
+"""What both engines share: AdamW's state, and the norms that the gradients are clipped by."""
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lomdm_dist.parallel.grid import Grid
 
@@ -49,28 +49,37 @@ def leave_out_bad_steps(optimizer: torch.optim.AdamW, is_bad: Callable[[], bool]
     optimizer.register_step_post_hook(refill)
 
 
-def clip_gradients(gradients: list[tuple[Tensor, bool]], clip: float, grid: Grid, shards=None) -> float:
-    """Scale the whole gradient to the norm `clip`, where that is smaller; returns the norm before.
+def clip_gradients(gradients: list[Tensor], norm: float, clip: float) -> None:
+    """Scale the gradients of a parameter group to the norm `clip`, where their own is larger."""
+    if gradients:
+        torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
 
-    gradients: (what this rank has of one, whether it is split over the tensor-parallel ranks); shards:
+
+def gradients_by_group(optimizer: torch.optim.AdamW, model: nn.Module, layouts: dict) -> list[list]:
+    """Of each parameter group: gradients, and whether each is split over the tensor-parallel ranks."""
+    is_split = {p: layouts[name].dim is not None for name, p in model.named_parameters()}
+    return [
+        [(p.grad, is_split[p]) for p in group["params"] if p.grad is not None]
+        for group in optimizer.param_groups
+    ]
+
+
+def gradient_norms(groups: list[list[tuple[Tensor, bool]]], grid: Grid, shards=None) -> list[float]:
+    """Of each parameter group, over all ranks.
+
+    groups: (what this rank has of a gradient, whether it is split over the tensor-parallel ranks); shards:
     the group over which the data-parallel ranks have shared them out, None where each has all.
     """
-    norm = _gradient_norm(gradients, grid, shards)
-    if gradients:
-        torch._foreach_mul_([gradient for gradient, _ in gradients], min(1.0, clip / (norm + 1e-6)))
-    return norm
-
-
-def _gradient_norm(gradients: list[tuple[Tensor, bool]], grid: Grid, shards) -> float:
-    squares = torch.zeros(2, dtype=torch.float64, device=grid.device)
-    for kind in (False, True):
-        of_kind = [gradient for gradient, is_split in gradients if is_split == kind]
-        if of_kind:
-            squares[int(kind)] = torch.stack(torch._foreach_norm(of_kind)).double().square().sum()
+    squares = torch.zeros(2, len(groups), dtype=torch.float64, device=grid.device)
+    for number, gradients in enumerate(groups):
+        for kind in (False, True):
+            of_kind = [gradient for gradient, is_split in gradients if is_split == kind]
+            if of_kind:
+                squares[int(kind), number] = torch.stack(torch._foreach_norm(of_kind)).double().square().sum()
     if shards is not None:
         dist.all_reduce(squares, group=shards)
     if grid.tensor_size > 1:
-        of_split = squares[1:].clone()
+        of_split = squares[1].clone()
         dist.all_reduce(of_split, group=grid.tensor_group)
-        squares[1:] = of_split
-    return squares.sum().sqrt().item()
+        squares[1] = of_split
+    return squares.sum(dim=0).sqrt().tolist()

@@ -16,7 +16,14 @@ from lomdm_dist.config import Config
 from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
-from lomdm_dist.parallel.optimizer import MOMENTS, clip_gradients, leave_out_bad_steps, new_state
+from lomdm_dist.parallel.optimizer import (
+    MOMENTS,
+    clip_gradients,
+    gradient_norms,
+    gradients_by_group,
+    leave_out_bad_steps,
+    new_state,
+)
 
 REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by default of 2 GB
 
@@ -54,9 +61,12 @@ class DeepSpeed:
             )
         self.module = self.engine.module
         self.optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
-        if self.stage == 0:
-            self.optimizer.register_step_pre_hook(self._clip)
-        leave_out_bad_steps(self.optimizer, lambda: not (self.good and math.isfinite(self._norm())))
+        self.groups, self.norms = len(self.optimizer.param_groups), None
+        self._watch_norms()
+        self.optimizer.register_step_pre_hook(self._clip)
+        leave_out_bad_steps(
+            self.optimizer, lambda: not (self.good and all(map(math.isfinite, self._norms())))
+        )
         self._make_moments()
         self.pieces = list(self._pieces())
         self._mark_reductions()
@@ -85,28 +95,70 @@ class DeepSpeed:
         self.engine.optimizer.zero_grad()
 
     @phase("optimiser")
-    def step(self, good: bool = True) -> float:
-        self.good = good
+    def step(self, good: bool = True) -> list[float]:
+        self.good, self.norms = good, None
+        self.seen.clear()
         self.engine.step()
         if self.stage == 3:
             # By itself it writes in the first backward pass of a step over what the step before has left,
             # and adds in later ones: wrong for a parameter that the first does not reach.
             self.engine.optimizer.grad_partitions_flat_buffer.zero_()
             self.engine.optimizer.micro_step_id = 1
-        return self._norm()
+        return self._norms()
 
-    def _norm(self) -> float:
-        """Of the gradient that is applied now, or was last; inf where it is no number, under ZeRO."""
-        return float(self.engine.optimizer._global_grad_norm) if self.stage > 0 else self.norm
+    def _watch_norms(self) -> None:
+        """DeepSpeed finds a norm for each parameter group (ZeRO 3: for parts of it), but keeps one of all."""
+        self.seen: list[Tensor] = []
+        for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+            if found := getattr(self.engine.optimizer, name, None):
+                setattr(self.engine.optimizer, name, self._noting(found))
 
-    def _clip(self, *_) -> None:
-        """ZeRO 0, when gradients are reduced: DeepSpeed knows no norm then."""
-        gradients = [
-            (parameter.grad, self.layouts[name].dim is not None)
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None
+    def _noting(self, norm_of: Callable) -> Callable:
+        def noted(*arguments, **named):
+            self.seen.append(norm_of(*arguments, **named))
+            return self.seen[-1]
+
+        return noted
+
+    def _norms(self) -> list[float]:
+        """Of each parameter group's gradient, which is applied now or was last; inf where it is no number."""
+        if self.norms is None:
+            zero = self.engine.optimizer
+            if self.stage and not 0 <= float(zero._global_grad_norm) < math.inf:
+                self.norms = [math.inf] * self.groups
+            elif self.seen:
+                squares = [0.0] * self.groups
+                group_of = getattr(zero, "sub_group_to_group_id", range(self.groups))
+                for part, norm in enumerate(self.seen):
+                    squares[group_of[part]] += float(norm) ** 2
+                self.norms = [math.sqrt(square) for square in squares]
+            else:
+                self.norms = gradient_norms(self._gradients(), self.grid)
+        return self.norms
+
+    def _gradients(self) -> list[list[tuple[Tensor, bool]]]:
+        """For gradient_norms: without ZeRO; and of DeepSpeed's bf16 ZeRO 1, which holds whole gradients."""
+        if self.stage == 0:
+            return gradients_by_group(self.optimizer, self.module, self.layouts)
+        zero = self.engine.optimizer
+        groups = zip(
+            zero.bf16_groups, zero.fp32_groups_gradients, zero.fp32_groups_has_gradients, strict=True
+        )
+        return [
+            [
+                (gradient, parameter.tensor_model_parallel)
+                for parameter, gradient, there in zip(*group, strict=True)
+                if there
+            ]
+            for group in groups
         ]
-        self.norm = clip_gradients(gradients, self.clip, self.grid)
+
+    def _clip(self, optimizer, *_) -> None:
+        """ZeRO comes here once for each parameter group, or part of it; the others are left out, or empty."""
+        norms = self._norms()
+        for group in optimizer.param_groups:
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            clip_gradients(gradients, norms[group["number"]], self.clip)
 
     def fill(self, read: Callable[[list[Piece]], None]) -> None:
         read(self.pieces)
@@ -173,7 +225,7 @@ def _settings(config: Config, grid: Grid) -> dict:
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": config.accumulation(grid.data_size),
         "managed_gradient_accumulation": False,  # `step` ends a step, however many backward passes it has
-        "gradient_clipping": config.optim.clip if config.parallel.zero_stage else 0.0,
+        "gradient_clipping": 0.0,  # `_clip` does it, by parameter group
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # its own Adam for the host is compiled at first use
         # the network's gradients are added to those in float32 at once, and are not kept beside them

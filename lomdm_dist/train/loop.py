@@ -241,8 +241,8 @@ class Run:
         sums.add({name: torch.tensor(value) for name, value in asked.items()})
         own, sums = sums.own("bound"), sums.reduced(self.grid)
         self.watch.at(step + 1, UPDATE)
-        self.gradient_norm = self.engine.step(math.isfinite(sums["bound"]))
-        good = math.isfinite(sums["bound"]) and math.isfinite(self.gradient_norm)
+        self.gradient_norms = self.engine.step(math.isfinite(sums["bound"]))
+        good = all(map(math.isfinite, (sums["bound"], *self.gradient_norms)))
         if good:
             self.average.update()
         else:
@@ -361,7 +361,7 @@ class Run:
         faults = self.config.faults
         with first_bad_gradient(self.engine.module) as bad:
             self._micro_batches(step, rows)
-        norm, self.gradient_norm = self.gradient_norm, math.nan
+        norm, self.gradient_norms = math.hypot(*self.gradient_norms), [math.nan]
         self.engine.step(False)
         weight = first_bad_weight(self.engine.pieces)
         found = Found(rank(), own, bad[0] if bad else None, weight)
@@ -452,7 +452,7 @@ class Run:
             raise StoppedOnRequest("stopped on request while waiting for data")
 
     def _metrics(self, seconds: float) -> dict:
-        """What is logged: means over the steps since the last log; grad_norm is the last step's."""
+        """What is logged: means over the steps since the last log; norms of gradients are the last step's."""
         config, steps = self.config, self.progress.step - self.logged.step
         rates = learning_rates(config.optim, self.progress.step - 1)
         flops = step_flops_a_sequence(config) * config.train.global_batch * steps
@@ -460,7 +460,7 @@ class Run:
         return {
             "step": self.progress.step,
             **step_metrics(self.unlogged),
-            "grad_norm": self.gradient_norm,
+            **dict(zip(("grad_norm", "grad_norm_heads"), self.gradient_norms, strict=False)),
             "lr": rates[0],
             "lr_heads": rates[1],
             "tokens": self.progress.tokens,

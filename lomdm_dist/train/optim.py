@@ -20,7 +20,7 @@ def make_optimizer(model: LoMDM, config: OptimConfig, fused: bool | None = None)
     of_heads = {id(p) for p in heads}
     groups = [[p for p in model.parameters() if id(p) not in of_heads], heads]
     return torch.optim.AdamW(
-        [{"params": group} for group in groups if group],
+        [{"params": group, "number": number} for number, group in enumerate(groups) if group],
         lr=0.0,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
