@@ -1,9 +1,11 @@
 """What a result was made with: versions, machine, command. And the `--json` files that hold it."""
 
+import functools
 import json
 import math
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -89,12 +91,46 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    return found
+    return found | {"commit": commit()}
+
+
+@functools.cache
+def commit() -> str:
+    """Of the checkout that this code runs from, with a + where files of it were changed; "" of a package."""
+    folder = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", folder, *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != folder:  # an environment inside another project
+            return ""
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def cpu() -> str:
+    """The name of the processor, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def machine() -> dict:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"host": platform.node(), "cpus": os.cpu_count(), "gpus": gpus, "platform": platform.platform()}
+    return {
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "cpu": cpu(),
+        "gpus": gpus,
+        "platform": platform.platform(),
+    }
 
 
 def machine_in_sight() -> str:
