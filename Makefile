@@ -1,4 +1,4 @@
-# make demo · make test · make test-all · make lint · make gpu-check
+# make demo · make test · make test-all · make lint · make evidence · make gpu-check
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-all lint wheels gpu-check clean install
+.PHONY: demo test test-all lint evidence wheels gpu-check clean install
 
 demo: install
 	python launchers/demo.py
@@ -19,6 +19,10 @@ test: install
 
 test-all: install
 	$(PYTEST) -m ""
+
+# docs/evidence.md: make evidence TEXT=FILE [ROWS="mdlm-s0 lomdm-s0"]
+evidence: install
+	python -m benchmarks.evidence run $(if $(TEXT),--text $(TEXT)) $(if $(ROWS),--rows $(ROWS))
 
 lint: install
 	ruff check .

@@ -262,13 +262,16 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """AdamW; linear warm-up to a constant rate; the scheduler heads have a rate of their own.
 
-    clip  the largest norm of the backbone's gradient, and of the heads'. Each by itself: by their norm
-          together the heads' REINFORCE gradient, ten times as large in places, would slow the backbone
+    heads_warmup_steps  by default warmup_steps. While the backbone knows single tokens only, there is no
+                        order to learn, and heads that move at random slow it
+    clip                the largest norm of the backbone's gradient, and of the heads': each by itself, for
+                        the heads' REINFORCE gradient is often ten times as large, and would slow the backbone
     """
 
     learning_rate: Rate = 3e-4
     heads_learning_rate: Rate = 1e-5
     warmup_steps: NonNegative = 2500
+    heads_warmup_steps: NonNegative | None = None
     beta1: Share = 0.9
     beta2: Share = 0.999
     eps: Rate = 1e-8

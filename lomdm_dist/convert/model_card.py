@@ -121,12 +121,15 @@ def _manifests(checkpoint: Checkpoint) -> list[Manifest]:
 
 def _recipe(config: Config) -> str:
     optim, train = config.optim, config.train
-    rates = f"learning rate {optim.learning_rate:g}"
+    rates = f"learning rate {optim.learning_rate:g} after {optim.warmup_steps:,} steps of warm-up"
+    clip = f"gradient norm at most {optim.clip:g}"
     if config.objective.name == "lomdm":
-        rates += f" (heads {optim.heads_learning_rate:g})"
+        heads = optim.warmup_steps if optim.heads_warmup_steps is None else optim.heads_warmup_steps
+        rates += f" (heads {optim.heads_learning_rate:g} after {heads:,})"
+        clip += ", that of the heads by itself"
     return (
-        f"AdamW, {rates} after {optim.warmup_steps:,} steps of warm-up, betas {optim.beta1:g} and "
-        f"{optim.beta2:g}, weight decay {optim.weight_decay:g}, gradient norm at most {optim.clip:g}; "
+        f"AdamW, {rates}, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}, "
+        f"{clip}; "
         f"{train.global_batch:,} sequences a step, dropout {config.model.dropout:g}, {train.precision}, "
         f"average of the weights with decay {optim.ema_decay:g}, seed {train.seed}"
     )

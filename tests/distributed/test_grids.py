@@ -43,7 +43,8 @@ def train(overrides: list[str], stop_after: int | None = None) -> None:
 def run_on(grid: str, engine: str, options: list[str], run: Path) -> dict[str, list[float]]:
     processes, place = on_grid(grid, *ENGINES[engine])
     on_processes(processes, train, [*options, *place, f"train.run={run}"])
-    return {key: list(curve(run, key).values()) for key in ("loss", "grad_norm")}
+    keys = ("loss", "grad_norm", "grad_norm_heads")
+    return {key: list(curve(run, key).values()) for key in keys if curve(run, key)}
 
 
 def largest_difference(ours: dict, theirs: dict) -> float:

@@ -1,0 +1,224 @@
+"""The paper's claims on real text: trains and evaluates the rows of configs/evidence/sweep.yaml.
+
+    make evidence TEXT=wikitext2.train.txt.gz                  # all rows of one seed, the first four of three
+    make evidence TEXT=... ROWS="mdlm-s0 lomdm-s0"             # these
+    python -m benchmarks.evidence speed                        # seconds a step, on a quiet machine
+    python -m benchmarks.evidence keep                         # puts it into benchmarks/results/evidence.json
+    python -m benchmarks.evidence report                       # its tables and figures
+
+What is there is not made again. docs/evidence.md says what came out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lomdm_dist import machine
+from lomdm_dist.files import write_atomically
+from lomdm_dist.model.flops import step_flops_a_sequence
+from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
+
+ROOT = Path(__file__).resolve().parent.parent
+SWEEP, DATA = Path("configs/evidence/sweep.yaml"), Path("data/evidence")
+KEPT = ROOT / "benchmarks/results/evidence.json"
+CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # of three seeds; the others of the first
+LOOKED_AT = ("mdlm-s0", "lomdm-s0")  # whose samples are drawn and tagged
+DRAWS, ROUNDS, STEPS = 4, 3, 30
+CURVE = ("step", "valid_nll_per_token", "order_A_hatA", "order_A_confidence", "order_hatA_confidence")
+SIGNALS = (
+    "step",
+    "advantage_std",
+    "log_q_ratio_std",
+    "exponent_std",
+    "velocity",
+    "grad_norm",
+    "grad_norm_heads",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("do", choices=["run", "speed", "keep", "report"])
+    parser.add_argument(
+        "--text", help="to train on: a .txt, .jsonl or .parquet file, or hf:NAME; the first time only"
+    )
+    parser.add_argument("--rows", nargs="*", help="names with their seed, mdlm-s0; by default see above")
+    parser.add_argument("--jobs", default=os.cpu_count(), type=int, help="trainings at a time")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    if options.do == "run":
+        prepare(options.text)
+        rows = options.rows or default_rows()
+        lomdm("sweep", SWEEP, "--jobs", options.jobs, "--only", *rows)
+        for point in points():
+            if point.name in rows and is_done(point):
+                evaluate(point)
+        compare(collect())
+    elif options.do == "speed":
+        speed()
+    elif options.do == "keep":
+        keep(collect())
+    else:
+        from benchmarks.evidence_report import report
+
+        report(json.loads(KEPT.read_text()))
+
+
+def lomdm(*words) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "lomdm_dist.cli", *map(str, words)]
+    print("$ lomdm", *words, flush=True)
+    status = subprocess.run(command, env=environment).returncode
+    if status:
+        sys.exit(f"evidence: lomdm {words[0]} ended with status {status}; the same command goes on")
+
+
+def points() -> list[Point]:
+    return list(load_sweep(SWEEP, []).points)
+
+
+def default_rows() -> list[str]:
+    return [p.name for p in points() if p.group in CORE or p.config.train.seed == 0]
+
+
+def prepare(text: str | None) -> None:
+    if not (DATA / "train").exists():
+        if not text:
+            sys.exit(
+                f"evidence: {DATA} is not there yet: make evidence TEXT=FILE says what to train on "
+                "(docs/evidence.md)"
+            )
+        lomdm("prepare", "text", "--input", text, "--out", DATA, "--tokenizer", "bpe", "--vocab-size", 512,
+              "--length", 64, "--valid-fraction", 0.03, "--json", DATA.with_suffix(".json"))  # fmt: skip
+
+
+def evaluate(point: Point) -> None:
+    """The bound of the whole validation split; of two rows what they write."""
+    ppl, order, picture = (point.run / name for name in ("ppl.json", "order.json", "trajectory.png"))
+    where = ("--checkpoint", point.run)
+    valid = ("--data", DATA / "valid")
+    if not ppl.exists():
+        lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", ppl)
+    if point.name in LOOKED_AT and not order.exists():
+        lomdm("eval", "order", *where, *valid, "--draws", DRAWS, "--json", order)
+    beside = point.run.with_name(LOOKED_AT[0])
+    if point.name == LOOKED_AT[1] and (beside / "latest").exists() and not picture.exists():
+        lomdm("sample", *where, "--num", 1, "--beside", beside, "--trajectory", picture)
+
+
+def speed() -> None:
+    """Seconds a step of the first four rows' objectives, in turns: of a machine that does nothing else."""
+    chosen = {p.group: p for p in points() if p.group in CORE}
+    seconds = {group: [] for group in chosen}
+    for _ in range(ROUNDS):
+        for group, point in chosen.items():
+            out = DATA.with_name("evidence_speed.json")
+            config = SWEEP.with_name("base.yaml")
+            lomdm("bench", "throughput", "--config", config, "--steps", STEPS, "--warmup", 5, "--json", out,
+                  *point.overrides)  # fmt: skip
+            seconds[group].append(json.loads(out.read_text())["rows"][0]["step_seconds"])
+    kept = read_kept()
+    kept["seconds_a_step"] = {
+        "rows": seconds,
+        "command": "python -m benchmarks.evidence speed",
+        "versions": machine.versions(),
+    }
+    kept["seconds_a_step"]["machine"] = machine.machine()
+    write_kept(kept)
+
+
+def collect() -> dict[str, dict]:
+    """Of each row that is done and evaluated here: numbers, and what they were made with."""
+    found = {}
+    for point in points():
+        if (point.run / "ppl.json").exists() and is_done(point):
+            found[point.name] = row_of(point)
+    return found
+
+
+def row_of(point: Point) -> dict:
+    ppl = read(point.run / "ppl.json")
+    metrics = objects((point.run / "metrics.jsonl").read_text())
+    state = json.loads(
+        next((point.run / "checkpoints").glob(f"step-{point.config.train.steps}/state.json")).read_text()
+    )
+    order = point.run / "order.json"
+    return {
+        "group": point.group,
+        "seed": point.config.train.seed,
+        "objective": point.config.objective.model_dump(mode="json"),
+        "steps": point.config.train.steps,
+        "global_batch": point.config.train.global_batch,
+        "tokens": metrics[-1]["tokens"],
+        "flops_a_step": step_flops_a_sequence(point.config) * point.config.train.global_batch,
+        **{
+            key: ppl.get(key) for key in ("nll_per_token", "standard_error", "nll_per_token_cut", "remainder")
+        },
+        **{key: ppl.get(key) for key in ("remainder_standard_error", "sequences")},
+        "curve": [[row.get(key) for key in CURVE] for row in metrics if "valid_nll_per_token" in row],
+        "signals": [[row.get(key) for key in SIGNALS] for row in metrics if "loss" in row],
+        "order": read(order) if order.exists() else None,
+        "commands": [
+            ["lomdm", "train", "--config", str(SWEEP.with_name("base.yaml")), *point.overrides],
+            ppl["command"],
+        ],
+        "trained_with": state["versions"],
+        "evaluated_with": ppl["versions"],
+        "machine": ppl["machine"],
+    }
+
+
+def read(path: Path) -> dict:
+    """A command's result; its command as it was written, without the place of this checkout."""
+    result = json.loads(path.read_text())
+    return result | {"command": ["lomdm", *result["command"][1:]]}
+
+
+def compare(found: dict[str, dict]) -> None:
+    """What is here beside what is kept."""
+    kept = read_kept()["rows"]
+    for name, row in found.items():
+        there = kept.get(name)
+        beside = f"; in {KEPT.name} {there['nll_per_token']:.4f}" if there else ""
+        print(f"{name}: {row['nll_per_token']:.4f} +- {row['standard_error'] or 0:.4f} nats a token{beside}")
+
+
+def read_kept() -> dict:
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {"rows": {}}
+
+
+def write_kept(kept: dict) -> None:
+    write_atomically(KEPT, machine.to_json(kept) + "\n")
+
+
+def keep(found: dict[str, dict]) -> None:
+    kept = read_kept()
+    kept["rows"] |= found
+    kept["unigram_nats"] = unigram_nats()
+    kept["data"] = read(DATA.with_suffix(".json"))
+    write_kept(kept)
+    print(f"{len(found)} rows kept: {' '.join(found)}")
+
+
+def unigram_nats() -> float:
+    """The entropy of single tokens of the training data: what a model gives that sees no other."""
+    import numpy as np
+
+    from lomdm_dist.data.reader import access_of
+    from lomdm_dist.data.shards import ShardSet
+
+    config = points()[0].config
+    shards = ShardSet(str(DATA / "train"), access_of(config.data))
+    counts = np.zeros(config.model.vocab_size)
+    for start in range(0, len(shards), 4096):
+        tokens = shards.rows(np.arange(start, min(start + 4096, len(shards))))
+        counts += np.bincount(tokens.ravel(), minlength=len(counts))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+if __name__ == "__main__":
+    main()
