@@ -43,8 +43,9 @@ def train(overrides: list[str], stop_after: int | None = None) -> None:
 def run_on(grid: str, engine: str, options: list[str], run: Path) -> dict[str, list[float]]:
     processes, place = on_grid(grid, *ENGINES[engine])
     on_processes(processes, train, [*options, *place, f"train.run={run}"])
-    keys = ("loss", "grad_norm", "grad_norm_heads")
-    return {key: list(curve(run, key).values()) for key in keys if curve(run, key)}
+    first = json.loads((run / "metrics.jsonl").read_text().partition("\n")[0])
+    keys = [key for key in ("loss", "grad_norm", "grad_norm_heads") if key in first]
+    return {key: list(curve(run, key).values()) for key in keys}
 
 
 def largest_difference(ours: dict, theirs: dict) -> float:
