@@ -69,7 +69,7 @@ class Alone:
 def start_engine(blueprint: Blueprint, make_optimizer: Callable, config: Config, grid: Grid):
     """The engine that the config names, its weights not yet set, AdamW's moments and step 0.
 
-    make_optimizer(model) -> AdamW over its parameters.
+    make_optimizer(model, config.optim) -> AdamW over its parameters.
     """
     if config.parallel.engine == "fsdp2":
         from lomdm_dist.parallel.fsdp2 import Fsdp2 as Engine

@@ -61,7 +61,7 @@ class Fsdp2:
             fully_shard(block, **options)
         fully_shard(model, **options)
         model.to_empty(device="cpu" if config.parallel.offload else grid.device)
-        self.optimizer = make_optimizer(model)
+        self.optimizer = make_optimizer(model, config.optim)
         for parameter in model.parameters():
             self.optimizer.state[parameter] = new_state(parameter, self.optimizer)
         self.pieces = list(self._pieces())

@@ -18,12 +18,6 @@ def new_state(master: Tensor, optimizer: torch.optim.AdamW) -> dict[str, Tensor]
     return {"step": step, **{moment: torch.zeros_like(master) for moment in MOMENTS}}
 
 
-def set_learning_rates(optimizer: torch.optim.AdamW, rates: list[float]) -> None:
-    """A rate for each parameter group, in their order; those without a group are left."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        group["lr"] = rate
-
-
 def set_update_count(optimizer: torch.optim.AdamW, updates: int) -> None:
     """Set AdamW's step counter, which corrects the bias of the moments."""
     for state in optimizer.state.values():

@@ -57,7 +57,7 @@ class DeepSpeed:
             parameter.tensor_model_parallel = layouts[name].dim is not None
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the memory of each of its steps
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=make_optimizer(model), mpu=grid.mpu, config=settings
+                model=model, optimizer=make_optimizer(model, config.optim), mpu=grid.mpu, config=settings
             )
         self.module = self.engine.module
         self.optimizer = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)

@@ -25,11 +25,11 @@ from lomdm_dist.parallel.grid import Grid, process_grid
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.counting import Counting, Held
 from lomdm_dist.study.memory import LEFT_OUT, Parameters, memory
+from lomdm_dist.study.throughput import synthetic
 from lomdm_dist.study.traffic import Collective, traffic
 from lomdm_dist.train.fit import wanted
-from lomdm_dist.train.metrics import StepSums
+from lomdm_dist.train.gradients import add_gradients
 from lomdm_dist.train.optim import WeightAverage, make_optimizer
-from lomdm_dist.train.step import backpropagate, draw_noise
 
 MIB = 2**20
 COMPARED = "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks"
@@ -100,8 +100,7 @@ class _Run:
     def __init__(self, config: Config, grid: Grid, counting: Counting):
         self.config, self.grid, self.counting = config, grid, counting
         self.blueprint = Blueprint(config, grid)
-        make = partial(make_optimizer, config=config.optim, fused=True)
-        self.engine = start_engine(self.blueprint, make, config, grid)
+        self.engine = start_engine(self.blueprint, partial(make_optimizer, fused=True), config, grid)
         counting.name("parameters", _parameters(self.engine))
         counting.name("optimiser", (t for p in self.engine.pieces for t in (p.master, *p.moments.values())))
         self._name_gradients(since=0)
@@ -139,14 +138,10 @@ class _Run:
 
     def step(self) -> None:
         """As the training loop's, but for the data."""
-        config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        count, sums = config.accumulation(grid.data_size), StepSums()
-        for k in tqdm(range(count), desc="micro-batches", disable=None):
-            first = (grid.data_rank * count + k) * micro
-            x = torch.randint(config.model.vocab_size, (micro, config.model.length))
-            x[x == config.model.mask_id] = (config.model.mask_id + 1) % config.model.vocab_size
-            noise = draw_noise(config, 0, torch.arange(first, first + micro), grid.device)
-            sums.add(backpropagate(self.engine, x, None, noise, config, 1 / count))
+        config, grid = self.config, self.grid
+        rows = synthetic(config, config.train.micro_batch, grid.data_rank)
+        count = tqdm(range(config.accumulation(grid.data_size)), desc="micro-batches", disable=None)
+        sums = add_gradients(self.engine, (next(rows).ids for _ in count), None, 0, config, grid)
         if self.engine.local:
             grid.all_agree(True)
         sums.add(dict.fromkeys(("asked", "unsaved", "replaced"), torch.zeros(())))  # as the loop's

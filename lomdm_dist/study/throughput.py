@@ -19,11 +19,9 @@ from lomdm_dist.model.flops import seen_pairs, step_flops
 from lomdm_dist.ops.phase import PHASES, listening, phase
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, place_on_machine
-from lomdm_dist.parallel.optimizer import set_learning_rates
 from lomdm_dist.study.bench import matmul_rate, wait_for
-from lomdm_dist.train.metrics import StepSums
-from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
-from lomdm_dist.train.step import backpropagate, draw_noise
+from lomdm_dist.train.gradients import add_gradients
+from lomdm_dist.train.optim import WeightAverage, make_optimizer, set_learning_rates
 
 OTHER = "other"  # what no part of a step owns up to
 
@@ -56,23 +54,16 @@ class Steps:
     def __init__(self, config: Config, grid: Grid, reader: Reader | None):
         """reader None: synthetic sequences, without padding."""
         self.config, self.grid = config, grid
-        self.accumulation = config.accumulation(grid.data_size)
+        self.share = config.train.global_batch // grid.data_size  # sequences of this rank in a step
         blueprint = Blueprint(config, grid)
         self.kernels, self.parameters = blueprint.kernels, blueprint.parameters
-        make = partial(make_optimizer, config=config.optim)
-        self.engine = start_engine(blueprint, make, config, grid)
+        self.engine = start_engine(blueprint, make_optimizer, config, grid)
         self.engine.fill(partial(blueprint.draw, seed=config.train.seed))
         self.average = WeightAverage(self.engine.pieces, config.optim.ema_decay)
-        self.engine.module.train()
         self.pad_id = reader.first.pad_id if reader else None
-        self.rows = self._read(reader) if reader else _synthetic(config, self.share, grid.data_rank)
+        self.rows = self._read(reader) if reader else synthetic(config, self.share, grid.data_rank)
         self.projected = 0  # rows since it was last asked
         self.engine.module.backbone.output.norm.register_forward_hook(self._count_rows)
-
-    @property
-    def share(self) -> int:
-        """Sequences of this rank in a step."""
-        return self.accumulation * self.config.train.micro_batch
 
     def _read(self, reader: Reader) -> Iterator[Rows]:
         start, every = self.grid.data_rank * self.share, self.config.train.global_batch
@@ -83,35 +74,31 @@ class Steps:
 
     def step(self, number: int) -> dict[str, float]:
         """One optimiser step, with the noise of this number; returns sums over all ranks."""
-        config, grid, micro = self.config, self.grid, self.config.train.micro_batch
-        set_learning_rates(self.engine.optimizer, learning_rates(config.optim, number))
+        config, grid = self.config, self.grid
+        set_learning_rates(self.engine.optimizer, config.optim, number)
         with phase("data"):
-            rows = next(self.rows)
-        sums, self.projected = StepSums(), 0
-        for k in range(self.accumulation):
-            with phase("data"):
-                x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.pad_id, grid.device)
-                first = grid.data_rank * self.share + k * micro
-                noise = draw_noise(config, number, torch.arange(first, first + micro), grid.device)
-            sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / self.accumulation))
-            sums.add({"pairs": self._pairs(x, valid)})
-        sums.add({"predicted": torch.tensor(self.projected)})
+            ids = next(self.rows).ids
+        self.projected, parts = 0, ids.split(config.train.micro_batch)
+        sums = add_gradients(self.engine, parts, self.pad_id, number, config, grid)
+        sums.add({"pairs": self._pairs(ids), "predicted": torch.tensor(self.projected)})
         sums = sums.reduced(grid)
         self.engine.step()
         self.average.update()
         return sums
 
-    def _pairs(self, x: Tensor, valid: Tensor | None) -> Tensor:
+    def _pairs(self, ids: Tensor) -> Tensor:
+        x, valid = unpack(ids, self.pad_id, self.grid.device)
         lengths = torch.tensor(len(x) * [x.shape[1]]) if valid is None else valid.sum(dim=1)
         return seen_pairs(lengths, self.config.objective.name == "ar").sum()
 
 
-def _synthetic(config: Config, count: int, rank: int) -> Iterator[Rows]:
+def synthetic(config: Config, count: int, rank: int) -> Iterator[Rows]:
     """Random tokens, no two ranks' alike; the mask token is not among them."""
     model, generator = config.model, torch.Generator().manual_seed(rank)
     while True:
         ids = torch.randint(model.vocab_size, (count, model.length), generator=generator)
-        yield Rows(ids.where(ids != model.mask_id, (model.mask_id + 1) % model.vocab_size), 0)
+        ids[ids == model.mask_id] = (model.mask_id + 1) % model.vocab_size
+        yield Rows(ids, 0)
 
 
 def pin() -> bool:
@@ -150,7 +137,7 @@ def measure(config: Config, grid: Grid, reader: Reader | None, steps: int, warmu
     run.rows.close()
     of_ranks = grid.gather((plain, _middle(clocked), peak_memory(device) - before))
     counts = {name: totals[name] / steps for name in ("tokens", "pairs", "predicted")}
-    flops = step_flops(config, **counts, micro_batches=run.accumulation * grid.data_size)
+    flops = step_flops(config, **counts, micro_batches=config.train.global_batch // config.train.micro_batch)
     return _row(config, grid, run, of_ranks, counts, flops) | {
         "data": "synthetic" if reader is None else "config"
     }

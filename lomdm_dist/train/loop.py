@@ -16,7 +16,6 @@ import torch
 from lomdm_dist import machine
 from lomdm_dist.config import Config
 from lomdm_dist.data.reader import Rows
-from lomdm_dist.data.shards import unpack
 from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError, first_line
 from lomdm_dist.evaluate.order import correlations
 from lomdm_dist.evaluate.perplexity import estimate_bound
@@ -26,16 +25,16 @@ from lomdm_dist.ops.phase import phase
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
 from lomdm_dist.parallel.layout import Piece
-from lomdm_dist.parallel.optimizer import set_learning_rates
 from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch
 from lomdm_dist.secrets import say
 from lomdm_dist.study.plan import Plan, calibrate
 from lomdm_dist.train.bad_steps import Found, describe, first_bad_gradient, first_bad_weight, write_down
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
 from lomdm_dist.train.fit import fit, probe, wanted
+from lomdm_dist.train.gradients import StepSums, add_gradients
 from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
-from lomdm_dist.train.metrics import Reporter, StepSums, Stopwatch, memory_gib, probe_speed, step_metrics
-from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer
+from lomdm_dist.train.metrics import Reporter, Stopwatch, memory_gib, probe_speed, step_metrics
+from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer, set_learning_rates
 from lomdm_dist.train.profile import Profile, check_ranks
 from lomdm_dist.train.saver import Saver
 from lomdm_dist.train.step import backpropagate, draw_noise
@@ -121,8 +120,7 @@ class Run:
 
         blueprint = Blueprint(config, grid)
         self.parameters, self.kernels = blueprint.parameters, blueprint.kernels
-        make = partial(make_optimizer, config=config.optim)
-        self.engine = start_engine(blueprint, make, config, grid)
+        self.engine = start_engine(blueprint, make_optimizer, config, grid)
         if inputs.resumed:
             self.engine.fill(partial(inputs.resumed.load_weights, kind="raw"))
         else:
@@ -230,7 +228,7 @@ class Run:
     def step(self, step: int) -> tuple[bool, dict[str, float]]:
         """One optimiser step over the global batch: whether its numbers are some, and sums over all ranks."""
         start, waited = time.perf_counter(), self.waited
-        set_learning_rates(self.engine.optimizer, learning_rates(self.config.optim, step))
+        set_learning_rates(self.engine.optimizer, self.config.optim, step)
         self.watch.at(step + 1, DATA)
         rows = self._rows()
         self.watch.at(step + 1, PASSES)
@@ -277,17 +275,9 @@ class Run:
             self._shrink(step, shortage)
 
     def _micro_batches(self, step: int, rows: Rows) -> StepSums:
-        config, micro, device = self.config, self.micro_batch, self.grid.device
         self._seed_native_dropout(step)
-        self.engine.module.train()
-        sums, count = StepSums(), len(rows.ids) // micro
-        for k in range(count):
-            first = self.grid.data_rank * len(rows.ids) + k * micro
-            with phase("data"):
-                x, valid = unpack(rows.ids[k * micro : (k + 1) * micro], self.data.first.pad_id, device)
-            noise = draw_noise(config, step, torch.arange(first, first + micro), device)
-            sums.add(backpropagate(self.engine, x, valid, noise, config, 1 / count))
-        return sums
+        parts, pad_id = rows.ids.split(self.micro_batch), self.data.first.pad_id
+        return add_gradients(self.engine, parts, pad_id, step, self.config, self.grid)
 
     def _shrink(self, step: int, shortage: str | None) -> None:
         """Go on with the next smaller micro-batch."""

@@ -13,37 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lomdm_dist.config import Config
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
-from lomdm_dist.ops.phase import phase
-from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.secrets import hide, say
 
 WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
-
-
-class StepSums:
-    """Sums over the micro-batches of a step, added over ranks as one vector."""
-
-    def __init__(self):
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, stats: dict[str, Tensor]) -> None:
-        """Scalars, left on their device: nothing waits for a GPU here."""
-        for name, value in stats.items():
-            self._sums[name] = self._sums.get(name, 0) + value.double()
-
-    def own(self, name: str) -> float:
-        """What this rank has of a sum."""
-        return float(self._sums[name])
-
-    @phase("reduction")
-    def reduced(self, grid: Grid) -> dict[str, float]:
-        vector = torch.stack([value.to(grid.device) for value in self._sums.values()])
-        return dict(zip(self._sums, grid.sum(vector).tolist(), strict=True))
 
 
 def step_metrics(sums: dict[str, float]) -> dict[str, float]:

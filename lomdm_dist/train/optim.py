@@ -36,6 +36,12 @@ def learning_rates(config: OptimConfig, step: int) -> list[float]:
     return [rate * min(1.0, (step + 1) / (steps + 1)) for rate, steps in rates]
 
 
+def set_learning_rates(optimizer: torch.optim.AdamW, config: OptimConfig, step: int) -> None:
+    """Those of the step, of each parameter group; without heads there is one group."""
+    for group, rate in zip(optimizer.param_groups, learning_rates(config, step), strict=False):
+        group["lr"] = rate
+
+
 class WeightAverage:
     """Exponential moving average (EMA) of the float32 master weights, by name, sharded like them.
 

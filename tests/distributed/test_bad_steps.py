@@ -28,10 +28,10 @@ def train(
     """Train; one rank's activations or gradients of some global batches are NaN. What is said, the end."""
     from lomdm_dist.errors import RunFailed
     from lomdm_dist.parallel.grid import rank
-    from lomdm_dist.train import loop
+    from lomdm_dist.train import gradients, loop
     from lomdm_dist.train.metrics import Reporter
 
-    said, batch, plain, real = [], [0], loop.Run._micro_batches, loop.backpropagate
+    said, batch, plain, real = [], [0], loop.Run._micro_batches, gradients.backpropagate
 
     def micro_batches(run, step, rows):
         batch[0] = run.progress.sequences // run.config.train.global_batch
@@ -54,7 +54,7 @@ def train(
                 handle.remove()
 
     Reporter.say = lambda _, text: said.append(text)
-    loop.Run._micro_batches, loop.backpropagate = micro_batches, backpropagate
+    loop.Run._micro_batches, gradients.backpropagate = micro_batches, backpropagate
     try:
         grids.train(overrides)
     except RunFailed as error:

@@ -69,9 +69,9 @@ def growth_of_a_start(parallel: dict) -> tuple[float, float]:
 
     peaks = []
 
-    def optimizer(model):  # asked for when the model stands
+    def optimizer(model, config):  # asked for when the model stands
         peaks.append(peak())
-        return make_optimizer(model, config.optim)
+        return make_optimizer(model, config)
 
     assert deepspeed  # its import is not counted
     with process_grid(parallel.tensor_parallel) as grid:

@@ -16,10 +16,10 @@ RANKS, SHORT_RANK, SHORT_STEP = 2, 1, 5
 
 def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str | None:
     """One rank runs out of memory at a step, `times` times, in its second micro-batch; what it dies of."""
-    import lomdm_dist.train.loop as loop
     from lomdm_dist.parallel.grid import rank
+    from lomdm_dist.train import gradients, loop
 
-    real, calls, left = loop.backpropagate, {}, [times]
+    real, calls, left = gradients.backpropagate, {}, [times]
 
     def short(*_):
         left[0] -= 1
@@ -51,7 +51,7 @@ def train_with_a_shortage(overrides: list[str], within: str, times: int) -> str 
         loop_step[0] = number
         return real_step(self, number)
 
-    loop.backpropagate, loop.Run.step = backpropagate, step
+    gradients.backpropagate, loop.Run.step = backpropagate, step
     try:
         grids.train(overrides)
     except Exception as error:  # of the others: that a rank is gone

@@ -18,9 +18,9 @@ def train(overrides: list[str], how: str) -> None:
     from lomdm_dist.config import load_config
     from lomdm_dist.errors import REQUEUE, StoppedOnRequest
     from lomdm_dist.parallel.grid import rank
-    from lomdm_dist.train import loop, stop
+    from lomdm_dist.train import gradients, loop, stop
 
-    plain, stop.LOOK_SECONDS = loop.backpropagate, 0.0
+    plain, stop.LOOK_SECONDS = gradients.backpropagate, 0.0
     config = load_config(grids.ROOT / "configs/demo.yaml", overrides)
     calls = [0]
 
@@ -33,7 +33,7 @@ def train(overrides: list[str], how: str) -> None:
                 os.kill(os.getpid(), getattr(signal, how))
         return plain(*arguments)
 
-    loop.backpropagate = backpropagate
+    gradients.backpropagate = backpropagate
     try:
         loop.train(config)
     except StoppedOnRequest:
