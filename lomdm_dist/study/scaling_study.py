@@ -21,6 +21,8 @@ from lomdm_dist.study.scaling_points import Training, points_at_budgets, points_
 AHEAD = (1, 5, 50)  # times the largest compute of the data: where L* is told
 BUDGETS = 5  # read off the curves, where --bins does not say
 SIZES = 6  # at which a gain is told, of those there are
+M, N = "flops_per_token", "parameters"  # a training's size
+FRONTIER = {"size_exponent", "tokens_exponent", "loss_exponent", "loss", "flops_per_token", "tokens"}
 # a draw far off may overflow: it is one of the largest, and no more
 WILD = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 SOURCE = 'von Rutte et al. 2025, "Scaling behavior of discrete diffusion language models", arXiv 2512.10858'
@@ -47,7 +49,7 @@ class Fits:
     """What was fitted to an objective; what could not be is absent, with the reason in `missing`.
 
     Of a pair the first is the fit, the second holds a value of each draw. frontiers: by method, where the
-    losses determine it. unknown: the coefficients that they do not, by method, as the JSON file names them.
+    losses determine it. unknown: what they do not, by method, as the JSON file names it.
     """
 
     points: Points
@@ -76,16 +78,15 @@ def fit(
 ) -> Fits:
     """All that these trainings of one objective give. UserError where that is nothing."""
     found, missing = {}, {}
-    counted = all(training.flops_per_token is not None for training in trainings)
-    points = points_of(trainings, since, "flops_per_token" if counted else "parameters")
+    points = {size: points_of(trainings, since, size) for size in (M, N)}
     methods = {
-        "surface": lambda: fit_surface(points, draws, seed),
-        "parabolas": lambda: fit_parabolas(*_budgets(trainings, points, since, bins), draws, seed),
-        "surface of parameters": lambda: fit_surface(points_of(trainings, since, "parameters"), draws, seed),
+        "surface": (M, lambda: fit_surface(points[M], draws, seed)),
+        "parabolas": (M, lambda: fit_parabolas(*_budgets(trainings, points[M], since, bins), draws, seed)),
+        "surface of parameters": (N, lambda: fit_surface(points[N], draws, seed)),
     }
-    for name, method in methods.items():
+    for name, (size, method) in methods.items():
         try:
-            _check_size(trainings, "parameters" if name.endswith("parameters") else "flops_per_token")
+            _check_size(trainings, size)
             found[name] = method()
         except UserError as error:
             missing[name] = str(error)
@@ -95,17 +96,19 @@ def fit(
     parabolas, of_draws, power_law = found.get("parabolas", (None, None, None))
     frontiers, unknown = {}, {"surface": set(), "parabolas": set()}
     if surface:
-        unknown["surface"] = _unknown(*surface, points, missing, "the surface")
         frontiers["surface"] = surface[0].frontier(), surface[1].frontier()
-    if of_parameters:
-        those = points_of(trainings, since, "parameters")
-        if _unknown(*of_parameters, those, missing, "the surface of parameters"):
-            of_parameters = None
+        unknown["surface"] = _unknown(*surface, points[M], missing, "the surface")
+        if not unknown["surface"]:
+            unknown["surface"] = _unknown_frontier(frontiers["surface"][0], points[M], missing)
+    if of_parameters and _unknown(*of_parameters, points[N], missing, "the surface of parameters"):
+        of_parameters = None
     if parabolas:
-        unknown["parabolas"] = _unknown_law(parabolas, of_draws, missing)
         frontiers["parabolas"] = parabolas.frontier, of_draws
+        unknown["parabolas"] = _unknown_law(parabolas, of_draws, missing)
     frontiers = {name: pair for name, pair in frontiers.items() if not unknown[name]}
-    return Fits(points, surface, parabolas, of_draws, power_law, frontiers, of_parameters, missing, unknown)
+    counted = all(training.flops_per_token is not None for training in trainings)
+    shown = points[M if counted else N]
+    return Fits(shown, surface, parabolas, of_draws, power_law, frontiers, of_parameters, missing, unknown)
 
 
 @WILD
@@ -122,8 +125,22 @@ def _unknown(fit: Surface, draws: Surface, points: Points, missing: dict[str, st
     for names, term in terms.items():
         if why := untold(*term, value, noise):
             missing[f"{' and '.join(names)} of {of}"] = why
-            unknown |= {"E", *names}
+            unknown |= {"E", *names, *FRONTIER}
     return unknown
+
+
+@WILD
+def _unknown_frontier(law: Frontier, points: Points, missing: dict[str, str]) -> set[str]:
+    """All of it where no budget of the data has its best size among those that were trained."""
+    (low, high), best = _range(points.size), law.size(np.array(_range(points.compute)))
+    if best[0] <= high and low <= best[1]:
+        return set()
+    side, more = ("below", "smaller ones, or these longer") if best[1] < low else ("above", "larger ones")
+    missing["best size, tokens and loss of the surface"] = (
+        f"not determined: at the compute of the data it has M* = {best[0]:.2g} to {best[1]:.2g}, {side} all "
+        f"sizes trained, {low:.2g} to {high:.2g}: train {more}"
+    )
+    return FRONTIER
 
 
 @WILD
@@ -191,25 +208,20 @@ def _range(values: np.ndarray) -> list[float]:
 
 def _describe_surface(fits: Fits) -> dict:
     residual = np.log(fits.points.loss / fits.surface[0].loss(fits.points.size, fits.points.tokens))
-    unknown = fits.unknown["surface"]
-    laws = _laws(*(one.frontier() for one in fits.surface), fits.points)
-    if unknown:
-        laws = dict.fromkeys(laws) | {"best": [_blank(row) for row in laws["best"]]}
+    laws = _coefficients(*fits.surface) | _laws(*(one.frontier() for one in fits.surface), fits.points)
     return {
-        **_without(_coefficients(*fits.surface), unknown),
-        **laws,
+        **_without(laws, fits.unknown["surface"]),
         "residual_rms": float(np.sqrt((residual**2).mean())),
         "largest_residual": float(np.abs(residual).max()),
     }
 
 
 def _describe_parabolas(fits: Fits) -> dict:
-    found, draws, unknown = fits.parabolas, fits.of_draws, fits.unknown["parabolas"]
+    found, draws = fits.parabolas, fits.of_draws
     laws = {"E": interval(found.frontier.irreducible, draws.irreducible)}
     laws |= _laws(found.frontier, draws, fits.points)
     return {
-        **_without(laws, unknown),
-        "best": [_without(row, unknown) for row in laws["best"]],
+        **_without(laws, fits.unknown["parabolas"]),
         "power_law_exponent": interval(found.power_law, fits.power_law),
         "budgets": [
             {"compute": float(c), "points": int((found.budget == k).sum()), "kept": bool(found.kept[k])}
@@ -219,12 +231,13 @@ def _describe_parabolas(fits: Fits) -> dict:
     }
 
 
-def _without(found: dict, unknown: set[str]) -> dict:
-    return {key: None if key in unknown else value for key, value in found.items()}
+def _without(laws: dict, unknown: set[str]) -> dict:
+    """Null for what is unknown, in the rows of the best, too."""
 
+    def told(row: dict) -> dict:
+        return {key: None if key in unknown else value for key, value in row.items()}
 
-def _blank(row: dict) -> dict:
-    return _without(row, {"loss", "flops_per_token", "tokens"})
+    return told(laws) | {"best": [told(row) for row in laws["best"]]}
 
 
 def _coefficients(fit: Surface, draws: Surface) -> dict:
@@ -277,7 +290,7 @@ def gain(base: Fits, other: Fits, trainings: list[Training]) -> dict:
             if name in other.frontiers
         },
         "at_size": _size_gains(base, other, trainings)
-        if "surface" in base.frontiers and "surface" in other.frontiers
+        if all(one.surface and "E" not in one.unknown["surface"] for one in (base, other))
         else [],
     }
 

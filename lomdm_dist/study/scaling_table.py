@@ -82,19 +82,22 @@ def _gain_table(base: str, name: str, found: dict) -> str:
         f"compute-equivalent gain of {name} over {base}: {base} takes so many times the compute for its loss"
     ]
     if not found["frontier"]:
-        return "\n".join([*lines, "  cannot be had: it takes a method that determines the law of both"])
-    if not found["overlap"]:
-        lines.append("  their ranges of compute do not overlap: all of it is extrapolated")
-    rows = [["on the frontier, at C", *found["frontier"]]]
-    for budget in zip(*found["frontier"].values(), strict=True):
-        rows.append([f"{budget[0]['compute']:.2g}", *map(_gain_cell, budget)])
-    lines += _aligned(rows)
+        lines.append("  on the frontier it cannot be had: it takes a method that determines the law of both")
+    else:
+        if not found["overlap"]:
+            lines.append("  their ranges of compute do not overlap: all of it is extrapolated")
+        rows = [["on the frontier, at C", *found["frontier"]]]
+        for budget in zip(*found["frontier"].values(), strict=True):
+            rows.append([f"{budget[0]['compute']:.2g}", *map(_gain_cell, budget)])
+        lines += _aligned(rows)
     if found["at_size"]:
         rows = [["at the same M, D of", name, f"by more tokens of {base}, surface"]]
         for one in found["at_size"]:
             rows.append([f"M = {one['flops_per_token']:.3g}", f"D = {one['tokens']:.3g}", _gain_cell(one)])
         lines += _aligned(rows)
-    return "\n".join([*lines, "  * extrapolated: no trainings of that compute, size or tokens"])
+    told = found["frontier"] or found["at_size"]
+    lines += ["  * extrapolated: no trainings of that compute, size or tokens"] if told else []
+    return "\n".join(lines)
 
 
 def _gain_cell(one: dict) -> str:

@@ -349,6 +349,34 @@ def test_what_the_losses_do_tell_is_kept(tmp_path, capsys):
     assert "parabolas" not in result["gain"]["lomdm"]["frontier"]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((100, 400), "below all sizes"), ((0.01, 0.04), "above all sizes"), ((0.5, 2), None)]
+)
+def test_no_best_size_far_from_all_that_were_trained(tmp_path, capsys, sizes, said):
+    """Sizes so many times the best of 1e19 FLOPs: the surface stays, and gains at equal size."""
+    rng, lines, middle = np.random.default_rng(4), [HEAD.strip()], PUBLISHED_SURFACE.frontier().size(1e19)
+    grid = np.meshgrid(middle * np.geomspace(*sizes, 4), 1e19 / middle * np.geomspace(0.5, 2, 5))
+    size, tokens = (axis.ravel() for axis in grid)
+    for name, surface in {"mdlm": PUBLISHED_SURFACE, "lomdm": BETTER}.items():
+        losses = surface.loss(size, tokens) * np.exp(1e-6 * rng.standard_normal(len(size)))
+        lines += [f"{name},{m},{d},{one}" for m, d, one in zip(size, tokens, losses, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    main(["fit", f"{tmp_path}/a.csv", "--bootstrap", "100", "--json", f"{tmp_path}/a.out"])
+    result, printed = json.loads((tmp_path / "a.out").read_text()), capsys.readouterr().out
+    found, gained = result["objectives"]["mdlm"], result["gain"]["lomdm"]
+    exponents = [found["surface"][f"{name}_exponent"] for name in ("size", "tokens", "loss")]
+    best = [row[key] for row in found["surface"]["best"] for key in ("loss", "flops_per_token", "tokens")]
+    assert found["surface"]["a"]["value"] == pytest.approx(0.292, abs=0.02) and gained["at_size"]
+    if said is None:
+        assert None not in [*exponents, *best] and gained["frontier"]["surface"]
+        assert not any("of the surface" in what for what in found["missing"])
+    else:
+        (why,) = (why for what, why in found["missing"].items() if what.endswith("of the surface"))
+        assert said in why and f"{size.min():.2g} to {size.max():.2g}" in why and why in printed
+        assert {*exponents, *best} == {None} and gained["frontier"] == {}
+        assert "on the frontier it cannot be had" in printed and "at the same M, D" in printed
+
+
 def test_what_overflows_is_left_out(tmp_path, capsys):
     (tmp_path / "a.csv").write_text(
         HEAD
