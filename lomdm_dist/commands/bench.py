@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from lomdm_dist.commands.common import OVERRIDES, device, positive
+from lomdm_dist.secrets import say
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +20,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_step(options) -> None:
+    positive(options, "sequences", "rounds")
+    say(f"bench step: {options.rounds} rounds of {options.sequences} sequences")
     from lomdm_dist import machine
     from lomdm_dist.config import load_config
     from lomdm_dist.study import bench
 
-    positive(options, "sequences", "rounds")
     if options.plot:
         bench.check_plot(options.plot)
     config = load_config(options.config, options.overrides)

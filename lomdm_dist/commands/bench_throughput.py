@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lomdm_dist.commands.common import OVERRIDES, positive
 from lomdm_dist.errors import RunFailed, UserError
+from lomdm_dist.secrets import say
 
 DATA = "config: the config's shards; synthetic: random tokens. By default config where the shards are there"
 GRID = 'each in quotes: --grid "parallel.zero_stage=3" "parallel.engine=fsdp2 parallel.tensor_parallel=2"'
@@ -45,6 +46,10 @@ def _bench_throughput(options) -> None:
     if bad := [n for n in (*(options.micro_batch or ()), *(options.ranks or ())) if n < 1]:
         raise UserError(f"--micro-batch and --ranks count from 1, not {bad[0]}")
     config = load_config(options.config, options.overrides)
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"bench throughput: {options.warmup} + {options.steps} steps, plainly and by phase, of each point"
+        )
     if "WORLD_SIZE" in os.environ:
         _measure_this_job(options, config)
     else:

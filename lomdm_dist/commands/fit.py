@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lomdm_dist.commands.common import positive
 from lomdm_dist.errors import UserError
+from lomdm_dist.secrets import say
 
 POINTS = "points.json or points.csv of a sweep, or a CSV with objective, flops_per_token, tokens, loss"
 OBJECTIVE = "which; the first is what the others are measured against (default: all, mdlm first)"
@@ -42,7 +43,18 @@ def _fit(options) -> None:
     by_objective = _by_objective(trainings, options.objective)
     if options.plot and any(one.flops_per_token is None for those in by_objective.values() for one in those):
         raise UserError("--plot draws losses against compute, and some rows have no flops_per_token")
-    fits = scaling_study.fit_all(by_objective, options.bootstrap, options.seed, options.curve, options.bins)
+    say(f"fit: {len(trainings)} trainings of {', '.join(by_objective)}, {options.bootstrap} draws\n")
+    of_all = (
+        f"{left_out} of {len(trainings) + repeated + left_out} rows left out: their trainings did not finish"
+    )
+    try:
+        fits = scaling_study.fit_all(
+            by_objective, options.bootstrap, options.seed, options.curve, options.bins
+        )
+    except UserError as error:
+        raise UserError(
+            f"{error}; {of_all}: let the sweep finish first" if left_out else str(error)
+        ) from None
     base, *others = fits
     result = {
         "objectives": {name: scaling_study.describe(fits[name], by_objective[name]) for name in fits},
@@ -55,7 +67,7 @@ def _fit(options) -> None:
     }
     print(scaling_table.say(result))
     if left_out:
-        print(f"\n{left_out} rows left out: their trainings did not finish")
+        print(f"\n{of_all}")
     if repeated:
         print(f"\n{repeated} rows left out: each repeats a training that was given already")
     if options.plot:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lomdm_dist.commands.plan import PLAN, choices, device_options, gpu_of
 from lomdm_dist.errors import UserError
+from lomdm_dist.secrets import say
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_scale(options) -> None:
+    say(f"plan scale: {options.config} on {options.gpus} x {options.gpu}")
     from lomdm_dist import machine
     from lomdm_dist.config import load_config
     from lomdm_dist.files import check_figure
@@ -40,6 +42,8 @@ def _plan_scale(options) -> None:
         scale.from_bench(options.calibrate) if options.calibrate else (None, "nothing measured")
     )
     points = scale.scale(config, numbers, device, calibration, choices(config, options.overrides))
+    batch, grown = config.train.global_batch, points[scale.WEAK]
+    origin = next(point.gpus for point in grown if point.batch == batch)
     tokens = options.tokens or config.train.steps * config.train.global_batch * config.model.length
     result = {
         "title": f"{Path(options.config).stem} on {device.name}, {tokens:.3g} tokens",
@@ -50,12 +54,14 @@ def _plan_scale(options) -> None:
             "numbers": "predicted by the model of time and memory, not measured",
             "calibrated by": said,
             "mfu": "operations a step needs, those computed again not among them, over the peak in bf16",
-            "efficiency": "tokens/s a GPU over those of the first number of GPUs that has a plan",
+            "efficiency": "tokens/s a GPU over those of the first row",
             "limit": "compute, where it is half of a step, or the largest of what else takes time; "
             "memory, where a plan that does not fit is a tenth faster; the batch, where it is too small",
-            "strong": "global_batch of the config",
-            "weak": "as many sequences a GPU as the first plan for a whole node has",
+            "strong": f"global_batch of the config, {batch:,}",
+            "weak": f"{batch / origin:g} sequences a GPU, the config's {batch:,} on {origin:,} GPUs: of "
+            f"--gpus the first from a node of {device.a_node} on that has a plan, or else the last",
             "price": options.price,
+            "cost": "gpu_hours times price",
             "left out": scale.left_out(),
         },
     }
@@ -75,4 +81,6 @@ def _lines(result: dict, price: float | None) -> list[str]:
     for kind in (scale.STRONG, scale.WEAK):
         lines += ["", f"{kind} scaling ({result['convention'][kind]}):", ""]
         lines += scale.as_table(result[kind], price)
+    refused = scale.without_plan(result)
+    lines += ["", "efficiency: " + result["convention"]["efficiency"], *["", *refused] * bool(refused)]
     return [*lines, "", "left out: " + "; ".join(result["convention"]["left out"])]

@@ -38,6 +38,8 @@ def _sweep(options) -> None:
     positive(options, "jobs", "processes")
     if options.hostfile and not options.print:
         raise UserError("--hostfile goes with --print: a sweep itself runs on this machine, or by --slurm")
+    if not options.print:
+        say(f"sweep {options.file}: what is done of its points is looked up")
     from lomdm_dist.study.sweep import load_sweep
     from lomdm_dist.study.sweep_run import look_up
     from lomdm_dist.train.inputs import run_lock

@@ -4,6 +4,7 @@ import argparse
 
 from lomdm_dist.commands.common import OVERRIDES
 from lomdm_dist.errors import UserError
+from lomdm_dist.secrets import say
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,12 +45,13 @@ def _train(options) -> None:
 
 
 def _dry_run(options, config) -> None:
+    if options.resume is not None or options.stop_after is not None:
+        raise UserError("--dry-run takes one step of a new model: leave out --resume and --stop-after")
+    world_size, rank = 1 if options.world_size is None else options.world_size, options.rank or 0
+    say(f"dry run: {options.config} as rank {rank} of {world_size}")
     from lomdm_dist import machine
     from lomdm_dist.study.dry_run import dry_run, lines
 
-    if options.resume is not None or options.stop_after is not None:
-        raise UserError("--dry-run takes one step of a new model: leave out --resume and --stop-after")
-    world_size = 1 if options.world_size is None else options.world_size
-    result = dry_run(config, world_size, options.rank or 0)
+    result = dry_run(config, world_size, rank)
     print("\n".join(lines(result)))
     machine.write_result(options.json, result, config.as_dict())

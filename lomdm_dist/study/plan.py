@@ -22,6 +22,7 @@ GIB = 2**30
 USABLE, RESERVE_GIB = 0.92, 2.0  # of the memory: the rest is for fragments, the context and libraries
 ALIKE = 1.03  # within 3% of the fastest the model of time cannot tell: the simplest of those is chosen
 MOST_SEQUENCES = 64  # of a micro-batch, where speed is not known
+NOTHING_FITS = "nothing fits"
 CHOSEN = (
     "train.micro_batch",
     "train.two_samples",
@@ -359,7 +360,7 @@ def _nothing_fits(smallest: Plan) -> str:
     parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in smallest.memory.items() if size)
     device = smallest.device
     return (
-        f"nothing fits {smallest.gpus} x {device.name}: the smallest plan, {_overrides(smallest.choice)}, "
+        f"{NOTHING_FITS} {smallest.gpus} x {device.name}: the smallest plan, {_overrides(smallest.choice)}, "
         f"needs {smallest.total_gib:.1f} GiB a GPU = {parts}; there are "
         f"{usable_gib(device):.1f} = {USABLE} x {device.memory_gib:.1f} - {RESERVE_GIB:g}"
     )

@@ -11,7 +11,16 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_figure
 from lomdm_dist.machine import GPUS, Device, known_gpu
 from lomdm_dist.study import memory, roofline
-from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, calibrate, candidates, choose, undivided
+from lomdm_dist.study.plan import (
+    CHOSEN,
+    NOTHING_FITS,
+    Calibration,
+    Plan,
+    calibrate,
+    candidates,
+    choose,
+    undivided,
+)
 
 SLOWED = 1.1  # a plan this much faster that does not fit: it is memory that limits
 MOST = 1_000_000  # GPUs
@@ -168,7 +177,7 @@ def left_out() -> list[str]:
 
 
 def as_table(found: list[dict], price: float | None) -> list[str]:
-    """Lines of markdown, then a line for each number of GPUs without a plan."""
+    """Lines of markdown, of the numbers of GPUs that have a plan."""
     head = [
         "GPUs",
         "batch",
@@ -181,7 +190,7 @@ def as_table(found: list[dict], price: float | None) -> list[str]:
         "step, s",
         "tokens/s",
     ]
-    head += ["MFU", "efficiency", "days", *(["cost"] if price else []), "limited by"]
+    head += ["MFU", "efficiency", "days", *(["cost, in units of --price"] if price else []), "limited by"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in found:
         if row["reason"]:
@@ -197,7 +206,21 @@ def as_table(found: list[dict], price: float | None) -> list[str]:
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{row['efficiency']:.0%}"]
         cells += [f"{row['days']:,.2f}", *([f"{row['cost']:,.0f}"] if price else []), row["limit"]]
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    return lines + [f"{row['gpus']:,} GPUs: {row['reason']}" for row in found if row["reason"]]
+    return lines
+
+
+def without_plan(result: dict) -> list[str]:
+    """A line a reason. Where nothing fits, that of the most GPUs, which is nearest to it, stands for all."""
+    lines = {}
+    for kind in (STRONG, WEAK):
+        refused, gpus = [row for row in result[kind] if row["reason"]], {}
+        tight = [row["reason"] for row in refused if row["reason"].startswith(NOTHING_FITS)]
+        for row in refused:
+            reason = tight[-1] if row["reason"] in tight else row["reason"]
+            gpus.setdefault(reason, []).append(f"{row['gpus']:,}")
+        for reason, numbers in gpus.items():
+            lines.setdefault(f"{' and '.join(numbers)} GPUs: {reason}", []).append(kind)
+    return [f"{' and '.join(kinds)}, {line}" for line, kinds in lines.items()]
 
 
 def draw(result: dict, path: Path) -> None:
@@ -220,7 +243,7 @@ def draw(result: dict, path: Path) -> None:
             edges = [COLOURS[row["limit"]] for row in found]
             axes.scatter(gpus, values, c=filled, edgecolors=edges, s=34, zorder=2)
         named += [row["limit"] for row in found]
-    first = next(row for row in result[STRONG] if not row["reason"])
+    first, a_weak = (next(row for row in result[kind] if not row["reason"]) for kind in (STRONG, WEAK))
     ideal = [first["tokens_per_second_per_gpu"] * row["gpus"] for row in result[STRONG]]
     speed.plot([row["gpus"] for row in result[STRONG]], ideal, ":", color="0.3", linewidth=1)
     speed.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s, predicted")
@@ -231,11 +254,10 @@ def draw(result: dict, path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
+    hollow = {"color": "0.55", "linestyle": "--", "marker": "o", "markerfacecolor": "white"}
     kinds = [
         Line2D([], [], color="0.55", marker="o", label="strong: the batch is fixed"),
-        Line2D(
-            [], [], color="0.55", linestyle="--", marker="o", markerfacecolor="white", label="weak: it grows"
-        ),
+        Line2D([], [], **hollow, label=f"weak: {a_weak['global_batch'] / a_weak['gpus']:g} sequences a GPU"),
         Line2D([], [], color="0.3", linestyle=":", label="ideal"),
     ]
     speed.legend(handles=kinds, frameon=False, fontsize="small")

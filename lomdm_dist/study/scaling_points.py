@@ -41,7 +41,8 @@ def read_trainings(paths: list[Path]) -> tuple[list[Training], int, int]:
             else:
                 trainings.append(_training(row, f"{path}, row {number}"))
     if not trainings:
-        raise UserError(f"{', '.join(map(str, paths))}: no row of a finished training")
+        none = f": none of {left_out} is done, let the sweep finish" if left_out else ""
+        raise UserError(f"{', '.join(map(str, paths))}: no row of a finished training{none}")
     once = _once(trainings)
     return once, left_out, len(trainings) - len(once)
 

@@ -101,6 +101,7 @@ class Sweep:
     base: Path
     folder: Path  # RUNS
     axes: dict[str, tuple[str, ...]]  # names of values
+    numbers: dict[str, tuple[float, ...]]  # the values themselves, of axes where all are numbers
     x: str
     y: str
     paper: dict | None  # label, ppl by group
@@ -117,6 +118,7 @@ def load_sweep(path: Path, overrides: list[str]) -> Sweep:
     axes = {str(axis): _choices(str(axis), given, path) for axis, given in values["axes"].items()}
     _check_axes(values["axes"], path)
     names = {axis: tuple(choices) for axis, choices in axes.items()}
+    numbers = {str(axis): found for axis, given in values["axes"].items() if (found := _numbers(given))}
     shared = [f"{key}={_text(value)}" for key, value in values.get("set", {}).items()]
     if seeds := values.get("seeds"):
         axes["seed"] = {f"s{seed}": [f"train.seed={seed}"] for seed in seeds}
@@ -136,7 +138,7 @@ def load_sweep(path: Path, overrides: list[str]) -> Sweep:
         raise UserError(f"sweep {path}: y is {y}, but there are {' and '.join(MEASURES)}")
     paper = _paper(values.get("paper"), {point.group for point in points}, path)
     about, config = values.get("about", path.stem), load_config(base, [*shared, *overrides])
-    return Sweep(path.stem, about, base, folder, names, x, y, paper, tuple(points), config)
+    return Sweep(path.stem, about, base, folder, names, numbers, x, y, paper, tuple(points), config)
 
 
 def _check_plain(values: dict, path: Path) -> None:
@@ -234,6 +236,15 @@ def _choices(axis: str, given, path: Path) -> dict[str, list[str]]:
             raise UserError(f"sweep {path}: axis {axis} has {name} twice")
         choices[name] = [f"{key}={_text(item)}" for key, item in keys.items()]
     return choices
+
+
+def _numbers(given: list | dict) -> tuple[float, ...]:
+    """The values, or names, of an axis, where all are finite numbers; or ()."""
+    try:
+        found = tuple(math.nan if isinstance(value, bool) else float(value) for value in given)
+    except (TypeError, ValueError, OverflowError):
+        return ()
+    return found if all(map(math.isfinite, found)) else ()
 
 
 def _name(axis: str, value) -> str:

@@ -7,6 +7,8 @@ import math
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 from lomdm_dist.files import write_atomically, write_figure
 from lomdm_dist.study.sweep import NUMBERS, Sweep
 from lomdm_dist.study.sweep_run import DONE, FAILED, Record
@@ -128,26 +130,28 @@ def draw(sweep: Sweep, records: list[Record], path: Path) -> None:
 
 
 def _series(sweep: Sweep, records: list[Record]) -> dict[str, dict[str, list[Record]]]:
-    """Groups by the line that they are on."""
+    """Groups by the line that they are on, along x."""
     place = list(sweep.axes)[-1] if sweep.x in NUMBERS else sweep.x
     series = {}
     for name, group in by_group(records).items():
         choices = group[0].point.choices
         line = "-".join(value for axis, value in choices.items() if axis not in (place, "seed"))
         series.setdefault(line, {})[name] = group
-    return series
+    along = lambda item: _x(sweep, item[1]) or 0  # noqa: E731
+    return {line: dict(sorted(groups.items(), key=along)) for line, groups in series.items()}
 
 
 def _x(sweep: Sweep, group: list[Record]) -> float | None:
     """Where a point stands on the plot; None while its number is not known."""
     if sweep.x not in NUMBERS:
-        return sweep.axes[sweep.x].index(group[0].point.choices[sweep.x])
+        place = sweep.axes[sweep.x].index(group[0].point.choices[sweep.x])
+        return sweep.numbers[sweep.x][place] if sweep.x in sweep.numbers else place
     return next((record.result[sweep.x] for record in group if record.status == DONE), None)
 
 
 def _draw_final(axes, sweep: Sweep, series: dict) -> None:
     """Joined by lines where x is a number."""
-    joined = "-" if sweep.x in NUMBERS else ""
+    joined = "-" if sweep.x in (*NUMBERS, *sweep.numbers) else ""
     for number, (line, groups) in enumerate(series.items()):
         done = [group for group in groups.values() if any(record.status == DONE for record in group)]
         places = [_x(sweep, group) for group in done]
@@ -158,14 +162,10 @@ def _draw_final(axes, sweep: Sweep, series: dict) -> None:
         axes.errorbar(places, [value for value, _ in means], errors, label=label, **style)
         _draw_paper(axes, sweep, groups, f"C{number}", line)
     if sweep.x in NUMBERS:
-        _number_ticks(axes)
+        _count_ticks(axes)
     else:
-        names = sweep.axes[sweep.x]
-        long = sum(map(len, names)) > 40
-        axes.set_xticks(
-            range(len(names)), names, rotation=20 if long else 0, ha="right" if long else "center"
-        )
-        axes.margins(x=0.15)
+        _axis_ticks(axes, sweep.axes[sweep.x], sweep.numbers.get(sweep.x))
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.set(xlabel=LABELS.get(sweep.x, sweep.x), ylabel=LABELS[sweep.y])
     seeds = max(len(group) for groups in series.values() for group in groups.values())
     spread = f", mean of {seeds} seeds and its standard error" if seeds > 1 else ""
@@ -175,7 +175,20 @@ def _draw_final(axes, sweep: Sweep, series: dict) -> None:
         axes.legend(frameon=False, fontsize="small", title=heading, title_fontsize="x-small")
 
 
-def _number_ticks(axes) -> None:
+def _axis_ticks(axes, names: tuple[str, ...], numbers: tuple[float, ...] | None) -> None:
+    """At its values: numbers to scale, others side by side."""
+    from matplotlib.ticker import NullFormatter
+
+    places, labels = (numbers, [_short(x) for x in numbers]) if numbers else (range(len(names)), names)
+    if min(places) > 0 and max(places) > 10 * min(places):
+        axes.set_xscale("log")
+    long = sum(map(len, labels)) > 40
+    axes.set_xticks(places, labels, rotation=20 if long else 0, ha="right" if long else "center")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.15)
+
+
+def _count_ticks(axes) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_xscale("log")
@@ -198,22 +211,26 @@ def _draw_paper(axes, sweep: Sweep, groups: dict, color: str, line: str) -> None
     found = [(_x(sweep, groups[name]), math.log(paper[name])) for name in groups if name in paper]
     found = [(place, loss) for place, loss in found if place is not None]
     if found:
-        joined = "--" if sweep.x in NUMBERS else ""
+        joined = "--" if sweep.x in (*NUMBERS, *sweep.numbers) else ""
         style = {"color": color, "marker": "s", "fillstyle": "none", "linestyle": joined}
         axes.plot(*zip(*found, strict=True), label=f"paper, {line}" if line else "paper", **style)
 
 
 def _draw_curves(axes, sweep: Sweep, series: dict) -> None:
-    """Of one seed each; colour by line, darker along x. Where there is one line, a colour a point."""
+    """Means over the seeds, and thinly each seed; colour by line, darker along x. Of one line, by point."""
     alone, longest = len(series) == 1, max(len(groups) for groups in series.values())
     for number, groups in enumerate(series.values()):
         for place, (name, group) in enumerate(groups.items()):
-            curve = next((record.result["curve"] for record in group if record.status == DONE), None)
-            if curve:
+            seeds = [np.array(record.result["curve"]) for record in group if record.status == DONE]
+            if seeds:
                 shade = 1 if alone else 1 - 0.8 * (longest - 1 - place) / longest
-                style = {"color": f"C{place if alone else number}", "alpha": shade}
-                marker = "o" if len(curve) == 1 else ""
-                axes.plot(*zip(*curve, strict=True), label=name, linewidth=1.2, marker=marker, **style)
+                tokens, style = seeds[0][:, 0], {"color": f"C{place if alone else number}"}
+                style["marker"] = "o" if len(tokens) == 1 else ""
+                middle = np.mean([np.interp(tokens, *curve.T) for curve in seeds], axis=0)
+                axes.plot(tokens, middle, label=name, linewidth=1.2, alpha=shade, **style)
+                for curve in seeds if len(seeds) > 1 else []:
+                    axes.plot(*curve.T, linewidth=0.5, alpha=0.5 * shade, **style)
     axes.xaxis.set_major_formatter(_short)
+    axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.set(xlabel="tokens seen", ylabel="bound, nats a token", title="Validation during training")
     axes.legend(frameon=False, fontsize="x-small", ncols=1 + (sum(map(len, series.values())) > 8))

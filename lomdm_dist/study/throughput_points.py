@@ -38,6 +38,12 @@ CONVENTION = {
     "efficiency": "tokens a second and device, over those of the same grid and micro-batch on fewest ranks",
 }
 
+UNITS = {  # beneath the table
+    "cpu": "of matmul: of the FLOP/s of one large matrix product on one core; peak: the growth of a "
+    "process's memory, the largest rank's",
+    "gpu": "MFU: of the GPU's peak in bf16; peak: of what torch held on a GPU, the largest rank's",
+}
+
 
 @dataclass(frozen=True)
 class Point:
@@ -162,17 +168,18 @@ def _add_efficiencies(rows: list[dict]) -> None:
 def as_markdown(rows: list[dict]) -> str:
     """Speed, then the seconds by part; what more ranks cost; what could not be measured."""
     good = [row for row in rows if not row["error"]]
-    lines = [
-        "| | batch | s a step | +- | tokens/s | a device | efficiency | TFLOP/s a device | MFU | peak, GiB |"
-    ]
-    lines += ["|---|" + 9 * "---|"]
+    on_cpu = any(row["device"] == "cpu" for row in good)
+    unit, scale, of = ("GFLOP/s", 1e3, "of matmul") if on_cpu else ("TFLOP/s", 1, "MFU")
+    head = f"| | batch | s a step | +- | tokens/s | a rank | efficiency | {unit} a rank | {of} | peak, GiB |"
+    lines = [head, "|---|" + 9 * "---|"]
     for row in good:
-        mfu, share = row["mfu"], row["share_of_matmul_rate"]
+        share = row["share_of_matmul_rate"] if on_cpu else row["mfu"]
         cells = [row["name"], row["global_batch"], f"{row['step_seconds']:.4f}", f"{row['spread']:.4f}"]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_per_gpu']:,.0f}"]
-        cells += [f"{row['efficiency']:.1%}", f"{row['tflops_per_gpu']:,.4g}"]
-        cells += [f"{share:.0%} of matmul" if mfu is None and share else f"{mfu or 0:.1%}"]
-        lines.append(_cells(*cells, f"{row['peak_memory_bytes'] / 2**30:.2f}"))
+        cells += [f"{row['efficiency']:.1%}", f"{scale * row['tflops_per_gpu']:,.4g}"]
+        cells += ["-" if share is None else f"{share:.1%}", f"{row['peak_memory_bytes'] / 2**30:.2f}"]
+        lines.append(_cells(*cells))
+    lines += ["", UNITS["cpu" if on_cpu else "gpu"]]
     names = [name for name in (*PHASES, OTHER) if any(name in row["phases"] for row in good)]
     lines += ["", _cells("ms a step", *names, "sum", "sum, of the step"), "|---|" + (len(names) + 2) * "---|"]
     for row in good:

@@ -15,7 +15,7 @@ from lomdm_dist.machine import GPUS, read_hardware
 from lomdm_dist.study import roofline
 from lomdm_dist.study.memory import Parameters
 from lomdm_dist.study.plan import CHOSEN, candidates
-from lomdm_dist.study.scale import STRONG, WEAK, counts, from_bench, rows, scale
+from lomdm_dist.study.scale import STRONG, WEAK, counts, from_bench, rows, scale, without_plan
 from lomdm_dist.study.traffic import Collective
 from tests.model.test_model import CONFIGS
 
@@ -128,6 +128,15 @@ def test_too_little_memory_is_a_limit_and_then_a_reason():
         scale(config(), [1, 2], tiny, fixed=ONE_STAGE)
 
 
+def test_what_does_not_fit_is_said_once():
+    tight = [{"gpus": n, "reason": f"nothing fits {n} x mine: needs {8 / n:g} GiB"} for n in (1, 2)]
+    weak = [*tight, {"gpus": 3, "reason": "8 / 4 sequences"}, {"gpus": 4, "reason": None}]
+    assert without_plan({STRONG: [*tight, weak[3]], WEAK: weak}) == [
+        "strong and weak, 1 and 2 GPUs: nothing fits 2 x mine: needs 4 GiB",
+        "weak, 3 GPUs: 8 / 4 sequences",
+    ]
+
+
 def test_hardware_of_the_user(tmp_path: Path):
     file, row = tmp_path / "mine.yaml", "memory_gib: 90, peak_flops: 1.0e+15, bandwidth: 4.0e+12"
     file.write_text(f"mine: {{{row}, link: 1.0e+11, network: 5.0e+10, a_node: 4}}\n")
@@ -176,7 +185,10 @@ def test_command(tmp_path: Path, capsys):
     main([*arguments, *more, "parallel.zero_stage=1", "train.two_samples=split"])
     printed, result = capsys.readouterr().out, json.loads(file.read_text())
     assert "predicted, not measured; calibrated by 1b on 8" in printed and "left out: " in printed
-    assert "24 GPUs: train.global_batch 256 does not divide over 24" in printed
+    assert "strong, 24 GPUs: train.global_batch 256 does not divide over 24" in printed
+    assert (
+        "cost, in units of --price" in printed and "weak scaling (32 sequences a GPU, the config's" in printed
+    )
     assert [row["gpus"] for row in result["strong"]] == [8, 24, 512] and result["weak"][1]["days"] > 0
     assert result["strong"][0]["choice"]["train.recompute"] == "none" and plot.stat().st_size > 10_000
     assert {"command", "versions", "machine", "config", "convention"} <= result.keys()

@@ -190,7 +190,7 @@ def test_the_command_measures_what_an_objective_gains(tmp_path, capsys):
     plot, result = tmp_path / "fit.png", tmp_path / "fit.json"
     main(["fit", f"{tmp_path}/points.csv", "--bootstrap", "200", "--plot", str(plot), "--json", str(result)])
     said, gain = capsys.readouterr().out, json.loads(result.read_text())["gain"]["lomdm"]
-    assert "compute-equivalent gain of lomdm over mdlm" in said and "1 rows left out" in said
+    assert "compute-equivalent gain of lomdm over mdlm" in said and "1 of 71 rows left out" in said
     assert plot.stat().st_size > 10_000
     for one in [*gain["frontier"]["surface"], *gain["frontier"]["parabolas"]]:
         truth = (
@@ -245,6 +245,13 @@ HEAD = "objective,flops_per_token,tokens,loss\n"
     [
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n" * 9, [], "1 sizes"),
         ("a.csv", HEAD, [], "no row of a finished training"),
+        (
+            "a.json",
+            json.dumps([ROW, {"status": "waiting"}]),
+            [],
+            "1 of 2 rows left out: their trainings did not",
+        ),
+        ("a.json", json.dumps([{"status": "waiting"}]), [], "none of 1 is done, let the sweep finish"),
         ("a.csv", HEAD + "mdlm,1e9,1e9,nan\n", [], "row 1: loss is 'nan'"),
         ("a.csv", HEAD + "mdlm,1e9,-5,3\n", [], "tokens is '-5'"),
         ("a.csv", "objective,tokens,loss\nmdlm,1e9,3\n", [], "neither flops_per_token"),

@@ -342,6 +342,34 @@ def test_each_point_has_gpus_of_its_own(base, monkeypatch):
         Local(sweep, 3, processes=2)
 
 
+@pytest.mark.parametrize(
+    ("values", "places", "scale"),
+    [
+        ([0.1, 0.0001, "3e-4"], [0.0001, 0.0003, 0.1], "log"),
+        ({4: {"optim.clip": 4}, 2: {"optim.clip": 2}}, [2, 4], "linear"),
+        ({"a": {"optim.clip": 4}, "b": {"optim.clip": 2}}, [0, 1], "linear"),
+    ],
+)
+def test_the_plot_is_to_scale_and_has_all_seeds(base, monkeypatch, values, places, scale):
+    """Losses that differ in the fourth place: their tick labels are whole numbers of their own."""
+    drawn = []
+    monkeypatch.setattr(sweep_report, "write_figure", lambda figure, path: drawn.append(figure))
+    sweep = load_sweep(write_sweep(base, {"optim.learning_rate": values}, seeds=[0, 1]), [])
+    curves = [[[10, 3.0002 + seed * 1e-4], [20, 3.0001 + seed * 1e-4]] for seed in (0, 2)]
+    results = [{"loss": curve[-1][1], "curve": curve} for curve in curves * len(places)]
+    records = [Record(point, DONE, result) for point, result in zip(sweep.points, results, strict=True)]
+    sweep_report.draw(sweep, records, base)
+    final, seeds = drawn[0].axes
+    assert list(final.lines[0].get_xdata()) == places and final.get_xscale() == scale
+    assert (final.lines[0].get_linestyle() == "-") == (places != [0, 1])
+    assert len(seeds.lines) == 3 * len(places)
+    assert list(seeds.lines[0].get_ydata()) == pytest.approx([3.0003, 3.0002], abs=1e-9)  # the mean
+    drawn[0].canvas.draw()
+    for axes in (final, seeds):
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(set(labels)) == len(labels) and not axes.yaxis.get_offset_text().get_text()
+
+
 def test_seeds_become_a_mean_and_its_error(base, tmp_path):
     sweep = load_sweep(write_sweep(base, {"optim.clip": [0.5, 1.0]}, seeds=[0, 1, 2]), [])
     losses, records = [3.0, 3.1, 3.5], []

@@ -97,6 +97,8 @@ def test_rows_and_their_comparison(tmp_path, capsys):
     counts = {name: good[name] for name in ("tokens", "pairs", "predicted")}
     assert good["flops"] == step_flops(as_run, **counts, micro_batches=2)
     assert good["tflops_per_gpu"] == pytest.approx(good["flops"] / good["step_seconds"] / 1e12)
+    said = f"| {1e3 * good['tflops_per_gpu']:,.4g} | {good['share_of_matmul_rate']:.1%} |"
+    assert "| GFLOP/s a rank | of matmul | peak, GiB |" in printed and said in printed
     assert good["mfu"] is None and good["share_of_matmul_rate"] > 0 and good["peak_memory_bytes"] > 0
 
     other = json.loads(out.read_text())
