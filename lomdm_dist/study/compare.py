@@ -1,6 +1,7 @@
 """Two results of a bench side by side: row by row, and what else differs."""
 
 import json
+import math
 from pathlib import Path
 
 from lomdm_dist.errors import UserError
@@ -13,15 +14,24 @@ def read_result(path: Path) -> dict:
     """A `--json` file of a bench. UserError where it is none."""
     try:
         result = json.loads(path.read_text())
-        kinds = {next(kind for kind in SECONDS if kind in row) for row in _measured(result)}
+        kinds = {_kind(row) for row in _measured(result)}
         names = [row["name"] for row in result["rows"]]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RuntimeError):
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
         kinds, names = set(), []
     if len(kinds) != 1 or len(set(names)) != len(names):
         raise UserError(f"{path} is no result of `lomdm bench throughput` or `bench step` (its --json FILE)")
     return result
+
+
+def _kind(row: dict) -> str:
+    """The key of a row's seconds. Raises one error or another where it is no measurement."""
+    kind = next(kind for kind in SECONDS if kind in row)
+    numbers = [row[kind], row["spread"], row[SECONDS[kind]], *row.get("phases", {}).values()]
+    if not (isinstance(row["name"], str) and row[kind] > 0 and all(map(math.isfinite, numbers))):
+        raise ValueError
+    return kind
 
 
 def _measured(result: dict) -> list[dict]:

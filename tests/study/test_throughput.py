@@ -173,6 +173,28 @@ def test_mistakes_are_one_line(arguments, said, capsys):
     assert status.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"name": None},
+        {"seconds": None},
+        {"seconds": 0.0},
+        {"seconds": math.nan},
+        {"spread": "0.1"},
+        {"peak_activation_bytes": None},
+        {"phases": {"z1": None}},
+        {"phases": [1]},
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path, capsys, damage):
+    row = {"name": "lomdm", "seconds": 1.0, "spread": 0.0, "peak_activation_bytes": 1}
+    for name, rows in {"good": [row], "bad": [row | damage]}.items():
+        (tmp_path / name).write_text(json.dumps({"rows": rows}))
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "compare", f"{tmp_path}/good", f"{tmp_path}/bad"])
+    assert status.value.code == 2 and f"{tmp_path}/bad is no result of" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared(tmp_path, capsys):
     other = {"name": "lomdm", "seconds": 1.0, "spread": 0.0, "peak_activation_bytes": 1}
     files = {"a": {"rows": [other]}, "b": {"rows": [other | {"name": "mdlm"}]}, "c": {"rows": 3}}
