@@ -126,9 +126,8 @@ def _run(options, sweep, records) -> None:
         raise
     finally:
         board.close()
-        files = write_report(sweep, records)
-        say("\n" + as_markdown(sweep, records))
-        say(f"written: {' '.join(map(str, files))}")
+        say("\n" + as_markdown(sweep, records))  # first: a full disk takes the files, not this
+        say(f"written: {' '.join(map(str, write_report(sweep, records)))}")
         result = {"points": [record.as_dict() for record in records], "convention": CONVENTION}
         machine.write_result(options.json, result, sweep.config.as_dict())
     failed = [record.point.name for record in records if record.status == FAILED]

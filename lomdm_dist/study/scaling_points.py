@@ -78,7 +78,7 @@ def _rows(path: Path) -> list[dict]:
         rows = found["points"] if isinstance(found, dict) else found
         # a sweep has what came of a point under `result`
         return [row | (row.get("result") or {}) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         unlike = isinstance(error, KeyError | TypeError | AttributeError)
         reason = "not a list of rows" if unlike else getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{path} is no table of points (points.json, points.csv): {reason}") from None

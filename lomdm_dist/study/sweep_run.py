@@ -84,11 +84,12 @@ def _read_points(path: Path) -> dict[str, dict]:
     """What an earlier call wrote, by name. UserError where it is damaged: jobs would be started twice."""
     try:
         points = {point["name"]: point for point in json.loads(path.read_text())["points"]}
-        if all({"identity", "status", "error", "job"} <= point.keys() for point in points.values()):
+        keys = {"identity", "status", "error", "job"}
+        if all(keys <= point.keys() and isinstance(point["error"], list) for point in points.values()):
             return points
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise UserError(
         f"{path} is damaged: remove it, and the sweep goes on from its runs (which points have failed, and "

@@ -200,6 +200,7 @@ def test_a_run_of_another_config_is_refused(base, stubs, capsys):
     [
         ("points.json", "", "points.json is damaged: remove it"),
         ("points.json", "[]", "points.json is damaged"),
+        ("points.json", "[" * 100_000, "points.json is damaged"),
         ("points.json", '{"points": [{"name": "clip_0.5"}]}', "points.json is damaged"),
         ("clip_0.5/metrics.jsonl", "", "metrics.jsonl holds no validation: move"),
         ("clip_0.5/metrics.jsonl", "3\nnull\n[]\n{", "metrics.jsonl holds no validation: move"),
