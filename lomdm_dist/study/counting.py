@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 LARGE = 2**16  # elements: smaller tensors are really computed
+FLOATS = (torch.bfloat16, torch.float32)
 UNTOUCHED = 2**22  # bytes: memory from the system is zero and costs nothing until it is touched
 
 # operation of the process group: (kind, place of the tensor that is whole, place of the group)
@@ -149,15 +150,16 @@ class Counting(TorchDispatchMode):
 
 
 def _hollow(operation, arguments, named):
-    """The result of an operation on large floats, without its arithmetic; of any other, the result."""
+    """The result of an operation on large floats, without its arithmetic; of any other, the finite result."""
     if operation.is_view or operation._schema.name.startswith("aten::empty"):
         return _zeroed(operation(*arguments, **named), fresh=not operation.is_view)
     tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
-    floats = (torch.bfloat16, torch.float32)
-    large = any(tensor.numel() >= LARGE and tensor.dtype in floats for tensor in tensors)
+    large = any(tensor.numel() >= LARGE and tensor.dtype in FLOATS for tensor in tensors)
     on_meta = str(named.get("device")) == "meta" or any(tensor.is_meta for tensor in tensors)
-    if on_meta or not large:
+    if on_meta:
         return operation(*arguments, **named)
+    if not large:
+        return tree_map_only(Tensor, _finite, operation(*arguments, **named))
     if operation._schema.is_mutable:
         return _written(operation._schema, arguments, named)
     try:
@@ -185,6 +187,11 @@ def _zeroed(result, fresh: bool):
     if fresh and isinstance(result, Tensor) and not result.is_meta and result.nbytes <= UNTOUCHED:
         result.zero_()
     return result
+
+
+def _finite(result: Tensor) -> Tensor:
+    """Zeros of what was left out would be divided by, and DeepSpeed leaves out a step that is no number."""
+    return result.nan_to_num_(0.0, 0.0, 0.0) if result.dtype in FLOATS and not result.is_meta else result
 
 
 def _written(schema, arguments, named):

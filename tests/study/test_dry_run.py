@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lomdm_dist.cli import main
+from lomdm_dist.config import load_config
 from lomdm_dist.study.dry_run import dry_run
 from lomdm_dist.study.memory import LEFT_OUT
 from tests.distributed.runs import ROOT
@@ -36,6 +37,13 @@ def test_the_command(tmp_path, capsys):
 def test_the_last_of_many_ranks_has_no_parameter(capsys):
     command("train.global_batch=1024", "--world-size", "1024", "--rank", "1023")
     assert ", 0 masters here" in capsys.readouterr().out
+
+
+def test_no_step_is_left_out_as_no_number():
+    """At this size the logits are left out and the sums of their powers are not: 0 / 0 reached gradients."""
+    result = dry_run(load_config(ROOT / "configs/demo.yaml"), 2, 0)
+    (weights,) = (row for row in result["collectives"] if row["part"] == "weights")
+    assert weights["bytes"] == pytest.approx(weights["planned_bytes"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
