@@ -137,8 +137,10 @@ def _series(sweep: Sweep, records: list[Record]) -> dict[str, dict[str, list[Rec
         choices = group[0].point.choices
         line = "-".join(value for axis, value in choices.items() if axis not in (place, "seed"))
         series.setdefault(line, {})[name] = group
-    along = lambda item: _x(sweep, item[1]) or 0  # noqa: E731
-    return {line: dict(sorted(groups.items(), key=along)) for line, groups in series.items()}
+    return {
+        line: dict(sorted(groups.items(), key=lambda named: _x(sweep, named[1]) or 0))
+        for line, groups in series.items()
+    }
 
 
 def _x(sweep: Sweep, group: list[Record]) -> float | None:
