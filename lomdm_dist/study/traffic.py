@@ -49,6 +49,7 @@ def traffic(
     rows: positions that this rank projects onto the vocabulary in the step; by default those expected.
     """
     found = [*_of_tensors(config, data_parallel, rows), *_of_data(config, parameters, data_parallel)]
+    found += _norms(config, data_parallel)
     parallel = config.parallel
     world = data_parallel * parallel.tensor_parallel
     local = parallel.engine == "deepspeed" and parallel.zero_stage < 2 and parallel.tensor_parallel == 1
@@ -85,14 +86,11 @@ def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
     if stage == 1:
         buckets = math.ceil(sum(flat) / REDUCE_BUCKET)
         yield Collective("all_reduce", "data", "gradients", buckets, 4 * sum(flat), ranks)
-        if config.train.precision == "fp32":  # in bf16 DeepSpeed has another optimiser, which needs none
-            yield Collective("all_reduce", "data", "norm", len(flat), 4 * len(flat), ranks)
     else:
         times = _accumulation(config, ranks)
         reached = [mine - of_order] * passes(config) + [of_order] * (of_order > 0)
         buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)
         yield Collective("all_reduce", "data", "gradients", times * buckets, times * 4 * sum(reached), ranks)
-        yield Collective("all_reduce", "data", "norm", 3, 9, ranks)
     yield Collective("all_gather", "data", "weights", len(flat), size * sum(flat), ranks)
 
 
@@ -108,8 +106,6 @@ def _zero3(config: Config, parameters: Parameters, ranks: int) -> Iterator[Colle
     buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)
     yield Collective("all_gather", "data", "weights", calls, size * elements, ranks)
     yield Collective("reduce_scatter", "data", "gradients", times * buckets, times * 4 * sum(reached), ranks)
-    groups = 1 + any(name.startswith("phi.") for name in shapes)  # of the optimiser's
-    yield Collective("all_reduce", "data", "norm", groups, 8 * groups, ranks)
 
 
 ORDER = ("phi.", "token_exponents.")  # whose gradient comes through the order's leaf, after all others
@@ -151,7 +147,27 @@ def _fsdp2(config: Config, parameters: Parameters, ranks: int) -> Iterator[Colle
     calls, whole = times * reduced[0], times * 4 * reduced[1]
     yield Collective("reduce_scatter", group, "gradients", calls, whole, shards)
     yield Collective("all_reduce", "copies", "gradients", calls, whole / shards, copies)
-    yield Collective("all_reduce", group, "norm", 1, 16, shards)
+
+
+def _norms(config: Config, ranks: int) -> Iterator[Collective]:
+    """Of each parameter group's gradient, over who has shared it out and over the tensor-parallel ranks."""
+    groups, parallel = 1 + (config.objective.name == "lomdm"), config.parallel
+    bf16, stage = config.train.precision == "bf16", parallel.zero_stage
+    ours = 1, 8 * groups
+    shards = parallel.shard_group or ranks
+    if parallel.engine == "fsdp2":
+        of_data, of_tensor = (1, 16 * groups), ours
+    elif stage == 0 or (
+        stage == 1 and bf16
+    ):  # the ranks have whole gradients; in bf16 DeepSpeed has its own norm
+        of_data, of_tensor = (0, 0), (1 + stage, 8 * groups + 4 * stage)
+    elif stage == 3:
+        of_data = of_tensor = groups, 8 * groups
+    else:  # ZeRO 2 in bf16 also asks whether a number overflowed
+        check = int(stage == 2 and bf16)
+        of_data = of_tensor = groups + check, 4 * groups + check
+    yield Collective("all_reduce", "data" if shards == ranks else "shards", "norm", *of_data, shards)
+    yield Collective("all_reduce", "tensor", "norm", *of_tensor, parallel.tensor_parallel)
 
 
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:

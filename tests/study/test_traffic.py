@@ -29,14 +29,13 @@ def config_of(ranks: int, parallel: dict, objective: str = "lomdm", **train) -> 
 
 
 def check(config: Config, world_size: int, rank: int = 0) -> None:
-    """To 1%: each group's bytes, and those of every purpose but for a few bytes."""
+    """To 1%: each group's bytes, and those of every purpose."""
     result = dry_run(config, world_size, rank)
     groups = {}
     for row in result["collectives"]:
         counted, planned = groups.setdefault(row["group"], [0, 0])
         groups[row["group"]] = [counted + row["bytes"], planned + row["planned_bytes"]]
-        if row["part"] != "norm":  # a few bytes
-            assert row["planned_bytes"] == pytest.approx(row["bytes"], rel=0.01), row
+        assert row["planned_bytes"] == pytest.approx(row["bytes"], rel=0.01), row
     for group, (counted, planned) in groups.items():
         print(f"{group}: counted {counted:,.0f} bytes, planned {planned / counted - 1:+.2%}")
         assert planned == pytest.approx(counted, rel=0.01)
