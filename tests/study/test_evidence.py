@@ -1,0 +1,40 @@
+"""The evidence's sweep, and the sums of its report."""
+
+import pytest
+
+from benchmarks import evidence, evidence_report
+from lomdm_dist.study.sweep import load_sweep
+from tests.tiny import REPOSITORY
+
+
+def test_every_row_has_as_many_denoiser_rows_a_step(monkeypatch):
+    """The paper's rule: half the texts where an objective takes two samples of each."""
+    monkeypatch.chdir(REPOSITORY)
+    points = load_sweep(evidence.SWEEP, []).points
+    rows = {point.config.train.global_batch * max(1, point.config.objective.samples) for point in points}
+    assert rows == {64}
+    assert {point.group for point in points} >= {*evidence.CORE}
+    assert {*evidence.LOOKED_AT} <= {point.name for point in points}
+
+
+def row(bounds: list[float], group: str, seed: int = 0, flops: float = 1.0) -> dict:
+    curve = [[10 * (k + 1), bound, None, None, None] for k, bound in enumerate(bounds)]
+    return {"group": group, "seed": seed, "curve": curve, "steps": 10 * len(bounds), "flops_a_step": flops}
+
+
+@pytest.mark.parametrize(("bound", "step"), [(5.0, 10), (4.5, 15), (3.0, 30), (2.9, None), (9.0, 10)])
+def test_the_step_at_which_a_curve_is_at_a_bound(bound, step):
+    assert evidence_report.step_of(row([5.0, 4.0, 3.0], "lomdm")["curve"], bound) == step
+
+
+def test_shares_are_those_of_the_same_seed_s_mdlm():
+    groups = {
+        "mdlm": [row([5.0, 4.0], "mdlm", 0), row([5.0, 3.0], "mdlm", 1)],
+        "lomdm": [row([4.5, 3.5], "lomdm", 0, 2.0), row([5.0, 3.5], "lomdm", 1, 2.0)],
+    }
+    said = evidence_report.ratios(groups, {"mdlm": 1.0, "lomdm": 1.5, "lomdm_uniform": 1.5})
+    assert said[0] == (
+        "lomdm: at MDLM's last bound after 0.75 of its steps, 1.12 of its seconds, 1.50 of its FLOPs "
+        "(1 of 2 seeds)"
+    )
+    assert said[1] == "lomdm_uniform: never at MDLM's last bound within its own steps"
