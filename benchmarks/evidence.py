@@ -142,6 +142,7 @@ def collect() -> dict[str, dict]:
 def row_of(point: Point) -> dict:
     ppl = read(point.run / "ppl.json")
     metrics = objects((point.run / "metrics.jsonl").read_text())
+    logged = [row for row in metrics if "loss" in row]
     state = json.loads(
         next((point.run / "checkpoints").glob(f"step-{point.config.train.steps}/state.json")).read_text()
     )
@@ -152,14 +153,14 @@ def row_of(point: Point) -> dict:
         "objective": point.config.objective.model_dump(mode="json"),
         "steps": point.config.train.steps,
         "global_batch": point.config.train.global_batch,
-        "tokens": metrics[-1]["tokens"],
+        "tokens": logged[-1]["tokens"],
         "flops_a_step": step_flops_a_sequence(point.config) * point.config.train.global_batch,
         **{
             key: ppl.get(key) for key in ("nll_per_token", "standard_error", "nll_per_token_cut", "remainder")
         },
         **{key: ppl.get(key) for key in ("remainder_standard_error", "sequences")},
         "curve": [[row.get(key) for key in CURVE] for row in metrics if "valid_nll_per_token" in row],
-        "signals": [[row.get(key) for key in SIGNALS] for row in metrics if "loss" in row],
+        "signals": [[row.get(key) for key in SIGNALS] for row in logged],
         "order": read(order) if order.exists() else None,
         "commands": [
             ["lomdm", "train", "--config", str(SWEEP.with_name("base.yaml")), *point.overrides],

@@ -1,5 +1,7 @@
 """The evidence's sweep, and the sums of its report."""
 
+import json
+
 import pytest
 
 from benchmarks import evidence, evidence_report
@@ -38,3 +40,24 @@ def test_shares_are_those_of_the_same_seed_s_mdlm():
         "(1 of 2 seeds)"
     )
     assert said[1] == "lomdm_uniform: never at MDLM's last bound within its own steps"
+
+
+def test_a_row_is_what_its_run_has_left(tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    monkeypatch.chdir(tmp_path)
+    point = next(p for p in load_sweep(evidence.SWEEP, []).points if p.name == "lomdm-s1")
+    folder = point.run / f"checkpoints/step-{point.config.train.steps}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"versions": {"commit": "abc"}}))
+    lines = [
+        {"step": 20, "loss": 5.0, "tokens": 7, "exponent_std": 0.1},
+        {"step": 20, "valid_nll_per_token": 4.0},
+    ]
+    (point.run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {"nll_per_token": 3.5, "command": ["/somewhere/cli.py", "eval"], "versions": {}, "machine": {}}
+    (point.run / "ppl.json").write_text(json.dumps(result))
+    row = evidence.row_of(point)
+    assert (row["group"], row["seed"], row["tokens"], row["nll_per_token"]) == ("lomdm", 1, 7, 3.5)
+    assert row["curve"] == [[20, 4.0, None, None, None]] and len(row["signals"]) == 1
+    assert row["trained_with"] == {"commit": "abc"} and row["commands"][1] == ["lomdm", "eval"]
+    assert str(tmp_path) not in json.dumps(row)
