@@ -63,7 +63,8 @@ def storages(tensors) -> dict[int, int]:
 
 def alive() -> dict[int, int]:
     """Storages of all tensors made since gc.freeze()."""
-    gc.collect()
+    while gc.collect():  # what one pass frees may leave more to the next
+        pass
     tensors = []
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, torch.nn.Parameter):
