@@ -64,7 +64,7 @@ def main() -> None:
     else:
         from benchmarks.evidence_report import report
 
-        report(json.loads(KEPT.read_text()))
+        report(read_kept())
 
 
 def lomdm(*words) -> None:
@@ -125,8 +125,8 @@ def speed() -> None:
         "rows": seconds,
         "command": "python -m benchmarks.evidence speed",
         "versions": machine.versions(),
+        "machine": machine.machine(),
     }
-    kept["seconds_a_step"]["machine"] = machine.machine()
     write_kept(kept)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from pathlib import Path
 
 from lomdm_dist.files import write_figure
@@ -13,8 +14,11 @@ SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
 
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
+    print(bounds(groups))
+    if "seconds_a_step" not in kept:
+        sys.exit("no seconds a step are kept, so no more is told: python -m benchmarks.evidence speed")
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
-    print(bounds(groups), *ratios(groups, seconds), sep="\n\n")
+    print("", *ratios(groups, seconds), sep="\n\n")
     draw_curves(groups, kept, seconds)
     draw_order(groups)
 

@@ -279,6 +279,11 @@ class OptimConfig(Section):
     clip: Rate = 1.0
     ema_decay: Share = 0.9999
 
+    @property
+    def heads_warmup(self) -> int:
+        """Steps."""
+        return self.warmup_steps if self.heads_warmup_steps is None else self.heads_warmup_steps
+
 
 class ProfileConfig(Section):
     """Traces some steps, into RUN/profile, and says where their time went. A traced step is slower.

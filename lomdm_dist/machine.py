@@ -101,7 +101,7 @@ def commit() -> str:
 
     def git(*words: str) -> str:
         return subprocess.run(
-            ["git", "-C", folder, *words], capture_output=True, text=True, check=True
+            ["git", "--no-optional-locks", "-C", folder, *words], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:

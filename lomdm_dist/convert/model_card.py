@@ -124,8 +124,7 @@ def _recipe(config: Config) -> str:
     rates = f"learning rate {optim.learning_rate:g} after {optim.warmup_steps:,} steps of warm-up"
     clip = f"gradient norm at most {optim.clip:g}"
     if config.objective.name == "lomdm":
-        heads = optim.warmup_steps if optim.heads_warmup_steps is None else optim.heads_warmup_steps
-        rates += f" (heads {optim.heads_learning_rate:g} after {heads:,})"
+        rates += f" (heads {optim.heads_learning_rate:g} after {optim.heads_warmup:,})"
         clip += ", that of the heads by itself"
     return (
         f"AdamW, {rates}, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}, "

@@ -157,9 +157,7 @@ def _norms(config: Config, ranks: int) -> Iterator[Collective]:
     shards = parallel.shard_group or ranks
     if parallel.engine == "fsdp2":
         of_data, of_tensor = (1, 16 * groups), ours
-    elif stage == 0 or (
-        stage == 1 and bf16
-    ):  # the ranks have whole gradients; in bf16 DeepSpeed has its own norm
+    elif stage == 0 or (stage == 1 and bf16):  # whole gradients; in bf16 DeepSpeed asks for a norm too
         of_data, of_tensor = (0, 0), (1 + stage, 8 * groups + 4 * stage)
     elif stage == 3:
         of_data = of_tensor = groups, 8 * groups
