@@ -2,10 +2,13 @@
 
 import argparse
 
-from lomdm_dist.commands.common import checkpoint_options, device, only, positive, processes
+from lomdm_dist.commands.common import check_pace, checkpoint_options, device, only, positive, processes
 from lomdm_dist.errors import UserError
 
-EVALUATE = "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ..."
+EVALUATE = (
+    "how the bound is estimated: evaluate.time=uniform evaluate.time_eps=1e-3 ...; objective.c2=0: without "
+    "the learned order"
+)
 PRESET = (
     "convention of the number: bound (default; uncut, as trained), or that of public trainers: mdlm, duo, "
     "bd3lm, md4 (docs/evaluation.md)"
@@ -39,7 +42,8 @@ def open_checkpoint(options):
     from lomdm_dist.train.checkpoint import Checkpoint
 
     positive(options, "draws", "batch", "limit")
-    overrides = only(options.overrides, "evaluate.")
+    overrides = only(options.overrides, "evaluate.", "objective.c1", "objective.c2")
+    check_pace(options.checkpoint, overrides)
     return Checkpoint(options.checkpoint, [*PRESETS[options.preset].evaluate, *overrides])
 
 

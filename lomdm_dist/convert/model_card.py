@@ -152,8 +152,8 @@ def _measured(checkpoint: Checkpoint, weights: str) -> dict | None:
     found = [
         result
         for result in results_of(checkpoint.folder.parent.parent)[0].get("ppl", [])
-        if (result["convention"].get("step"), result["convention"]["weights"])
-        == (checkpoint.state.step, weights)
+        if [result["convention"].get(key) for key in ("step", "weights", "objective")]
+        == [checkpoint.state.step, weights, checkpoint.config.objective.model_dump(mode="json")]
     ]
     return next((r for r in reversed(found) if r["convention"]["preset"] == "bound"), (found or [None])[-1])
 

@@ -156,8 +156,15 @@ def _ppl(results: list[dict]) -> Iterator[str]:
         rows.append(
             [about["preset"], about.get("split"), _nats(result), _number(result["ppl"], 2), cut, uncut]
         )
-        rows[-1] += [f"{result['tokens']:,}", about["draws"], about["weights"], result["file"]]
-    names = ("preset", "split", "nats a token", "ppl", "cut", "uncut", "tokens", "draws", "weights", "file")
+        rows[-1] += [
+            f"{result['tokens']:,}",
+            about["draws"],
+            about["weights"],
+            _objective(about["objective"]),
+        ]
+        rows[-1].append(result["file"])
+    names = ("preset", "split", "nats a token", "ppl", "cut", "uncut", "tokens", "draws", "weights")
+    names += ("objective", "file")
     yield from _table(names, rows)
     yield from ("", "Test perplexity in the paper:", "")
     yield from _table(
@@ -215,6 +222,13 @@ def _generative(results: list[dict]) -> Iterator[str]:
     rows = [[f"{_pace(row)} (paper)", *(_number(v, 2) for v in row["gen_ppl"])] for row in theirs["rows"]]
     yield f"Paper, judge {theirs['judge']}, {theirs['samples']} samples of {theirs['length']:,} tokens:"
     yield from ("", *_table(("steps", *theirs["steps"]), rows))
+
+
+def _objective(chosen: dict) -> str:
+    """With what may differ from the training: a learned order's c1 and c2."""
+    has_pace = chosen["name"] == "lomdm" and chosen["schedule"] == "power"
+    pace = {key: chosen[key] if has_pace else None for key in ("c1", "c2")}
+    return _pace({"objective": chosen["name"], **pace})
 
 
 def _pace(row: dict) -> str:

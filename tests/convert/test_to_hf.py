@@ -460,6 +460,7 @@ def test_the_card_states_the_bound_and_no_place_of_this_machine(trained_run, exp
     main([*command, "--json", str(run / "eval" / "ppl.json")])
     result = json.loads((run / "eval" / "ppl.json").read_text()) | {"command": ["lomdm", *command]}
     (run / "eval" / "ppl.json").write_text(json.dumps(result))  # pytest's own command stood there
+    main([*command, "objective.c2=0", "--json", str(run / "eval" / "unordered.json")])  # another model's
     for weights in ("ema", "raw"):
         to_hf.to_hf(Checkpoint(checkpoint), tmp_path / weights, weights)
     main(["convert", "to-hf", str(checkpoint), str(tmp_path / "asked"), "--weights", "raw", "--data", data])

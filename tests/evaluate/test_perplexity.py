@@ -287,7 +287,23 @@ def test_a_cut_asked_for_is_the_number_and_the_rest_stands_beside(random_run, tr
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "ppl", *where, "train.steps=3"])
     assert stopped.value.code == 2
-    assert "a trained model takes evaluate. only" in capsys.readouterr().err
+    assert "a trained model takes evaluate. and objective.c1 and objective.c2 only" in capsys.readouterr().err
+
+
+def test_the_bound_of_the_same_weights_in_a_random_order(random_run, trained_run, tmp_path):
+    """With c2 = 0 every exponent is c1, whatever the heads say: no velocity term, and the same for each c1."""
+    out = tmp_path / "ppl.json"
+    where = ["--checkpoint", str(random_run), "--data", str(trained_run.data / "valid"), "--json", str(out)]
+    found = {}
+    for c1 in (0.3, 0.7, 1.3):
+        main(["eval", "ppl", *where, f"objective.c1={c1}", "objective.c2=0"])
+        found[c1] = json.loads(out.read_text())
+        assert (found[c1]["convention"]["objective"]["c1"], found[c1]["config"]["objective"]["c2"]) == (c1, 0)
+    main(["eval", "ppl", *where])
+    ordered = json.loads(out.read_text())["nll_per_token"]
+    assert found[0.7]["nll_per_token"] == pytest.approx(found[0.3]["nll_per_token"], rel=1e-5)
+    assert found[0.7]["nll_per_token"] == pytest.approx(found[1.3]["nll_per_token"], rel=1e-5)
+    assert abs(ordered - found[0.7]["nll_per_token"]) > 1e-3
 
 
 def test_data_of_another_kind_is_refused(trained_run, tmp_path, capsys):
