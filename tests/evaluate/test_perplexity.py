@@ -291,7 +291,7 @@ def test_a_cut_asked_for_is_the_number_and_the_rest_stands_beside(random_run, tr
 
 
 def test_the_bound_of_the_same_weights_in_a_random_order(random_run, trained_run, tmp_path):
-    """With c2 = 0 every exponent is c1, whatever the heads say: no velocity term, and the same for each c1."""
+    """With c2 = 0 every exponent is c1, whatever the heads say: the same bound for each c1."""
     out = tmp_path / "ppl.json"
     where = ["--checkpoint", str(random_run), "--data", str(trained_run.data / "valid"), "--json", str(out)]
     found = {}
