@@ -1,6 +1,6 @@
 """The paper's claims on real text: trains and evaluates the rows of configs/evidence/sweep.yaml.
 
-    make evidence TEXT=wikitext2.train.txt.gz                  # all rows of one seed, the first four of three
+    make evidence TEXT=wikitext2.train.txt.gz                  # all rows of one seed, the first five of three
     make evidence TEXT=... ROWS="mdlm-s0 lomdm-s0"             # these
     python -m benchmarks.evidence speed                        # seconds a step, on a quiet machine
     python -m benchmarks.evidence keep                         # puts it into benchmarks/results/evidence.json
@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lomdm_dist import machine
@@ -24,7 +25,8 @@ from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP, DATA = Path("configs/evidence/sweep.yaml"), Path("data/evidence")
 KEPT = ROOT / "benchmarks/results/evidence.json"
-CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # of three seeds; the others of the first
+CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # drawn, and timed
+SEEDS = (*CORE, "no_order")  # of three seeds; the others of the first
 LOOKED_AT = ("mdlm-s0", "lomdm-s0")  # whose samples are drawn and tagged
 DRAWS, ROUNDS, STEPS = 4, 3, 30
 CURVE = ("step", "valid_nll_per_token", "order_A_hatA", "order_A_confidence", "order_hatA_confidence")
@@ -53,9 +55,9 @@ def main() -> None:
         prepare(options.text)
         rows = options.rows or default_rows()
         lomdm("sweep", SWEEP, "--jobs", options.jobs, "--only", *rows)
-        for point in points():
-            if point.name in rows and is_done(point):
-                evaluate(point)
+        done = [point for point in points() if point.name in rows and is_done(point)]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(evaluate, done))
         compare(collect())
     elif options.do == "speed":
         speed()
@@ -73,7 +75,7 @@ def lomdm(*words) -> None:
     print("$ lomdm", *words, flush=True)
     status = subprocess.run(command, env=environment).returncode
     if status:
-        sys.exit(f"evidence: lomdm {words[0]} ended with status {status}; the same command goes on")
+        raise SystemExit(f"evidence: lomdm {words[0]} ended with status {status}; the same command goes on")
 
 
 def points() -> list[Point]:
@@ -81,7 +83,7 @@ def points() -> list[Point]:
 
 
 def default_rows() -> list[str]:
-    return [p.name for p in points() if p.group in CORE or p.config.train.seed == 0]
+    return [p.name for p in points() if p.group in SEEDS or p.config.train.seed == 0]
 
 
 def prepare(text: str | None) -> None:
@@ -96,17 +98,26 @@ def prepare(text: str | None) -> None:
 
 
 def evaluate(point: Point) -> None:
-    """The bound of the whole validation split; of two rows what they write."""
-    ppl, order, picture = (point.run / name for name in ("ppl.json", "order.json", "trajectory.png"))
+    """The bound of the whole validation split, also without the order; of two rows what they write."""
+    ppl, unordered, order, picture = (
+        point.run / name for name in ("ppl.json", "unordered.json", "order.json", "trajectory.png")
+    )
     where = ("--checkpoint", point.run)
     valid = ("--data", DATA / "valid")
     if not ppl.exists():
         lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", ppl)
+    if has_order(point) and not unordered.exists():
+        lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", unordered, "objective.c2=0")
     if point.name in LOOKED_AT and not order.exists():
         lomdm("eval", "order", *where, *valid, "--draws", DRAWS, "--json", order)
     beside = point.run.with_name(LOOKED_AT[0])
     if point.name == LOOKED_AT[1] and (beside / "latest").exists() and not picture.exists():
         lomdm("sample", *where, "--num", 1, "--beside", beside, "--trajectory", picture)
+
+
+def has_order(point: Point) -> bool:
+    objective = point.config.objective
+    return objective.name == "lomdm" and objective.c2 > 0
 
 
 def speed() -> None:
@@ -146,7 +157,7 @@ def row_of(point: Point) -> dict:
     state = json.loads(
         next((point.run / "checkpoints").glob(f"step-{point.config.train.steps}/state.json")).read_text()
     )
-    order = point.run / "order.json"
+    order, unordered = point.run / "order.json", point.run / "unordered.json"
     return {
         "group": point.group,
         "seed": point.config.train.seed,
@@ -159,6 +170,7 @@ def row_of(point: Point) -> dict:
             key: ppl.get(key) for key in ("nll_per_token", "standard_error", "nll_per_token_cut", "remainder")
         },
         **{key: ppl.get(key) for key in ("remainder_standard_error", "sequences")},
+        "nll_per_token_unordered": read(unordered)["nll_per_token"] if unordered.exists() else None,
         "curve": [[row.get(key) for key in CURVE] for row in metrics if "valid_nll_per_token" in row],
         "signals": [[row.get(key) for key in SIGNALS] for row in logged],
         "order": read(order) if order.exists() else None,

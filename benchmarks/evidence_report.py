@@ -10,11 +10,13 @@ from lomdm_dist.files import write_figure
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
+UNCUT, CUT, UNORDERED = "nll_per_token", "nll_per_token_cut", "nll_per_token_unordered"
+MDLM = ("mdlm", "mdlm_long")
 
 
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
-    print(bounds(groups))
+    print(bounds(groups), differences(groups), worth(groups), sep="\n\n")
     if "seconds_a_step" not in kept:
         sys.exit("no seconds a step are kept, so no more is told: python -m benchmarks.evidence speed")
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
@@ -36,35 +38,59 @@ def mean(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
-def said(values: list[float], digits: int = 4) -> str:
+def said(values: list[float | None], digits: int = 4) -> str:
+    if None in values:
+        return "-"
     middle, error = mean(values)
     return f"{middle:.{digits}f}" + ("" if math.isnan(error) else f" +- {error:.{digits}f}")
 
 
+def table(names: tuple[str, ...], rows: list[list]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
+def less(value: float | None, other: float | None) -> float | None:
+    return None if None in (value, other) else value - other
+
+
 def bounds(groups: dict[str, list[dict]]) -> str:
     """The uncut bound decides; the cut one stands beside it. Of one seed the error of the estimate."""
-    lines = [
-        "| row | seeds | bound, nats a token | ppl | cut at 1e-3 | cut away | tokens | FLOPs |",
-        "|---|" + "---|" * 7,
-    ]
+    lines = []
     for group, rows in groups.items():
-        uncut = [row["nll_per_token"] for row in rows]
-        text = said(uncut) if len(rows) > 1 else f"{uncut[0]:.4f} ({rows[0]['standard_error'] or 0:.4f})"
-        cut = [row["nll_per_token_cut"] for row in rows]
-        has_cut = None not in cut
-        away = said([a - b for a, b in zip(uncut, cut, strict=True)]) if has_cut else "-"
-        flops = rows[0]["flops_a_step"] * rows[0]["steps"]
-        cells = [
-            group,
-            str(len(rows)),
-            text,
-            f"{math.exp(mean(uncut)[0]):.2f}",
-            said(cut) if has_cut else "-",
-            away,
-        ]
-        cells += [f"{rows[0]['tokens']:,}", f"{flops:.2e}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        uncut, cut = ([row[key] for row in rows] for key in (UNCUT, CUT))
+        bound = said(uncut) if len(rows) > 1 else f"{uncut[0]:.4f} ({rows[0]['standard_error'] or 0:.4f})"
+        away = said([less(a, b) for a, b in zip(uncut, cut, strict=True)])
+        perplexity, flops = math.exp(mean(uncut)[0]), rows[0]["flops_a_step"] * rows[0]["steps"]
+        cells = [group, len(rows), bound, f"{perplexity:.2f}", said(cut), away]
+        lines.append([*cells, f"{rows[0]['tokens']:,}", f"{flops:.2e}"])
+    names = ("row", "seeds", "bound, nats a token", "ppl", "cut at 1e-3", "cut away", "tokens", "FLOPs")
+    return table(names, lines)
+
+
+def differences(groups: dict[str, list[dict]]) -> str:
+    """Of each row to MDLM's of the same seed and steps: both saw the texts in the same order."""
+    twins = {(row["seed"], row["steps"]): row for name in MDLM for row in groups.get(name, [])}
+    lines = []
+    for group, rows in groups.items():
+        pairs = [(row, twins.get((row["seed"], row["steps"]))) for row in rows]
+        pairs = [(row, twin) for row, twin in pairs if twin]
+        if pairs and group not in MDLM:
+            found = [[less(row[key], twin[key]) for row, twin in pairs] for key in (UNCUT, CUT)]
+            lines.append([group, len(pairs), *map(said, found)])
+    return table(("row less mdlm", "seeds", "uncut", "cut at 1e-3"), lines)
+
+
+def worth(groups: dict[str, list[dict]]) -> str:
+    """What the learned order gives to the very network that was trained under it."""
+    lines = []
+    for group, rows in groups.items():
+        found = [less(row[UNORDERED], row[UNCUT]) for row in rows]
+        if None not in found:
+            spread = said([row["signals"][-1][SIGNALS["exponent_std"]] for row in rows], 3)
+            lines.append([group, len(rows), spread, said(found)])
+    names = ("row", "seeds", "exponents' spread at the end", "bound with c2 = 0, less the bound")
+    return table(names, lines)
 
 
 def ratios(groups: dict[str, list[dict]], seconds: dict[str, float]) -> list[str]:

@@ -42,6 +42,28 @@ def test_shares_are_those_of_the_same_seed_s_mdlm():
     assert said[1] == "lomdm_uniform: never at MDLM's last bound within its own steps"
 
 
+def ended(group: str, seed: int, uncut: float, cut: float, unordered: float | None = None) -> dict:
+    signals = [[20, None, None, 0.1, None, None, None]]
+    numbers = {"nll_per_token": uncut, "nll_per_token_cut": cut, "nll_per_token_unordered": unordered}
+    return row([uncut], group, seed) | {"signals": signals} | numbers
+
+
+def test_what_an_order_changes():
+    """Against MDLM of the same seed; and against the same weights without it."""
+    groups = {
+        "mdlm": [ended("mdlm", 0, 4.0, 3.9), ended("mdlm", 1, 3.0, 2.9)],
+        "lomdm": [ended("lomdm", 0, 4.1, 3.6, 4.3), ended("lomdm", 1, 3.3, 2.8, 3.3)],
+        "ar": [ended("ar", 1, 2.5, None)],
+    }
+    assert evidence_report.differences(groups).splitlines()[2:] == [
+        "| lomdm | 2 | 0.2000 +- 0.1000 | -0.2000 +- 0.1000 |",
+        "| ar | 1 | -0.5000 | - |",
+    ]
+    assert evidence_report.worth(groups).splitlines()[2:] == [
+        "| lomdm | 2 | 0.100 +- 0.000 | 0.1000 +- 0.1000 |"
+    ]
+
+
 def test_a_row_is_what_its_run_has_left(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
