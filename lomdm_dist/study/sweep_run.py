@@ -233,6 +233,7 @@ def run_sweep(
     does where a point was stopped by other hands.
     """
     running, changed = place.reattach(chosen), time.monotonic()
+    write_points(sweep, records)
     with _signals() as asked:
         while True:
             if asked:
@@ -243,7 +244,8 @@ def run_sweep(
                 changed = time.monotonic()
             elif time.monotonic() - changed > IN_USE_SECONDS:
                 _give_up(chosen)
-            write_points(sweep, records)
+            if started or ended or not running:
+                write_points(sweep, records)
             watch()
             if not running and (asked or not _waiting(chosen)):
                 break
