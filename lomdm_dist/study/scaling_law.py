@@ -36,6 +36,11 @@ class Points:
     def compute(self) -> np.ndarray:
         return self.size * self.tokens
 
+    @property
+    def curves(self) -> bool:
+        """Whether trainings have more points here than their last."""
+        return len(np.unique(self.run)) < len(self.run)
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -123,8 +128,8 @@ def check_points(points: Points) -> None:
     if len(points.loss) < 7 or sizes < 3 or tokens < 3:
         raise UserError(
             f"{len(points.loss)} points of {sizes} sizes and {tokens} numbers of tokens: a surface's five "
-            "coefficients take 7 points, 3 sizes and 3 numbers of tokens at least (--curve takes "
-            "validations during a training, too)"
+            "coefficients take 7 points, 3 sizes and 3 numbers of tokens at least"
+            + ("" if points.curves else " (--curve takes validations during a training, too)")
         )
 
 
@@ -332,7 +337,8 @@ def fit_parabolas(
     if count < 3 or len(budget) <= 3 * count + 1:
         raise UserError(
             f"{len(budget)} points in {count} compute budgets of 3 sizes or more: parabolas take 3 budgets, "
-            "better 5, of 4 sizes (tokens = C / flops_per_token for a few C; or --bins K, or --curve)"
+            "better 5, of 4 sizes (tokens = C / flops_per_token for a few C; or --bins K"
+            + (")" if points.curves else ", or --curve)")
         )
     mean = (budget == np.arange(count)[:, None]) / np.bincount(budget)[:, None]
     log_c, centre = mean @ np.log(points.compute), mean @ np.log(points.size)

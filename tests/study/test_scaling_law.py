@@ -238,6 +238,7 @@ def test_curves_count_as_one_training(tmp_path, capsys):
 
 ROW = {"objective": "mdlm", "flops_per_token": 1e9, "tokens": 1e9, "loss": 3.1}
 HEAD = "objective,flops_per_token,tokens,loss\n"
+CURVES = json.dumps([{**ROW, "curve": [[1e8, 4], [9e8, 3.2]]}] * 3)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ HEAD = "objective,flops_per_token,tokens,loss\n"
         ),
         ("a.csv", HEAD + "mdlm,1e9,1e9,3,1\n", [], "row 1 has 5 cells, and the header 4"),
         ("a.csv", HEAD + "mdlm,1e9,1e9,3.1\n", ["--objective", "mdlm", "mdlm"], "each objective once"),
-        ("a.json", json.dumps([{**ROW, "curve": [[1e8, 4], [9e8, 3.2]]}] * 3), ["--curve"], "1 sizes"),
+        ("a.json", CURVES, ["--curve"], "numbers of tokens at least\n"),
     ],
 )
 def test_mistakes_are_said_in_a_line(tmp_path, capsys, name, text, options, said):
