@@ -13,6 +13,7 @@ from lomdm_dist import cli
 from lomdm_dist.cli import main
 from lomdm_dist.config import Config
 from lomdm_dist.data.prepare import Request, prepare
+from lomdm_dist.errors import UserError
 from lomdm_dist.train.inputs import run_lock
 
 ROOT = Path(__file__).parents[1]
@@ -217,6 +218,13 @@ def test_a_run_in_use_is_refused(copy, capsys):
             capsys, *train_options(run, data, "train.steps=9", "--resume", "auto"), command="train"
         )
     assert f"is in use by process {os.getpid()} on " in said
+
+
+def test_a_full_disk_is_named_by_the_lock(tmp_path):
+    """Nothing can be written to the lock: the folder is said."""
+    (tmp_path / "lock").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"cannot write to train.run {tmp_path}: "), run_lock(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("target", ["folder", "file/x.json", ""])

@@ -168,16 +168,22 @@ def run_lock(run: Path):
         return
     try:
         run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / LOCK, "a+")  # noqa: SIM115
+        lock = open(run / LOCK, "a+b", buffering=0)  # noqa: SIM115
     except OSError as error:
-        raise UserError(f"cannot write to train.run {run}: {error.strerror}") from None
+        raise _cannot_write(run, error) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise UserError(f"{run} is in use by {lock.read().strip()}; stop it or wait") from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}\n")
-        lock.flush()
+            raise UserError(f"{run} is in use by {lock.read().decode().strip()}; stop it or wait") from None
+        try:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}\n".encode())
+        except OSError as error:
+            raise _cannot_write(run, error) from None
         yield
+
+
+def _cannot_write(run: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write to train.run {run}: {error.strerror}")
