@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from lomdm_dist.children import end_with_parent
@@ -127,7 +126,10 @@ def command_to_print(sweep: Sweep, point: Point, processes: int, hostfile: Path 
 
 
 class Local:
-    """This machine, `jobs` points at a time, each on cores or GPUs of its own."""
+    """This machine, `jobs` points at a time, each with its share of the cores' threads or GPUs of its own.
+
+    Points are not pinned to cores: Linux then hardly lets other sessions run beside them.
+    """
 
     def __init__(self, sweep: Sweep, jobs: int | None, processes: int):
         """UserError where the machine has not as many GPUs."""
@@ -141,9 +143,6 @@ class Local:
                 f"--jobs {self.jobs} x --processes {processes} need {self.jobs * processes} GPUs, this "
                 f"machine has {count}"
             )
-        cores = np.array(sorted(os.sched_getaffinity(0)))
-        shares = np.array_split(cores, self.jobs) if self.jobs <= len(cores) else [cores] * self.jobs
-        self.cores = [share.tolist() for share in shares]
         self.free = list(range(self.jobs))
 
     def reattach(self, records: list[Record]) -> dict:
@@ -178,12 +177,7 @@ class LocalTraining:
         self.place, self.slot, self.log, self.asked = place, slot, point.log, False
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.begin = self.log.stat().st_size if self.log.exists() else 0
-        command, bind = train_command(place.sweep, point, place.processes), end_with_parent()
-
-        def prepare():  # in the child; Ctrl-C reaches the sweep alone, which then asks all to stop
-            bind()
-            os.sched_setaffinity(0, place.cores[slot])
-
+        command = train_command(place.sweep, point, place.processes)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -191,8 +185,8 @@ class LocalTraining:
                 stdout=log,
                 stderr=log,
                 env=place.environment(slot),
-                process_group=0,
-                preexec_fn=prepare,
+                process_group=0,  # Ctrl-C reaches the sweep alone, which then asks all to stop
+                preexec_fn=end_with_parent(),
             )
 
     def status(self) -> int | None:
