@@ -28,7 +28,7 @@ RUN pip list --format=freeze >/tmp/image.txt \
         NR == FNR { has[key($1)]; print; next } !/^#/ && !(key($1) in has)' \
         /tmp/image.txt constraints.txt >/tmp/constraints.txt \
     && DS_BUILD_OPS=0 PIP_CONSTRAINT=/tmp/constraints.txt \
-        pip install --no-cache-dir --no-build-isolation --editable '.[wandb]' \
+        pip install --no-cache-dir --no-build-isolation --editable '.[wandb]' 'datasets>=4' \
     && rm /tmp/image.txt /tmp/constraints.txt
 
 # Between the containers ssh finds the sshd of launchers/sshd.sh, whose key is another at each start.

@@ -4,9 +4,10 @@
 #     HOST=node0 PORT=29400 NNODES=4 launchers/torchrun.sh --config configs/1b.yaml [section.key=value ...]
 #
 # HOST is one of the hosts, which all reach. NNODES=2:4 trains on as many of 2 to 4 hosts as have come, and
-# goes on with another number when one comes or goes; train.global_batch must divide by each. When a worker
-# fails, torchrun starts all again from the last checkpoint, RESTARTS (3) times. It knows no exit statuses:
-# a mistake is tried again as well. Stop it on every host; each ends with 75 when all ranks have saved.
+# goes on with another number when one comes or goes; train.global_batch must be a multiple of the ranks of
+# each number, times train.micro_batch. When a worker fails, torchrun starts all again from the last
+# checkpoint, RESTARTS (3) times. It knows no exit statuses: a mistake is tried again as well. Stop it on
+# every host, each ends with 75 when all ranks have saved; or by `touch RUN/stop`, then each ends with 0.
 set -euo pipefail
 
 # to save, after a stop; torch's own 30 s are few for a large model

@@ -42,7 +42,7 @@ from lomdm_dist.commands import (
     sweep,
     train,
 )
-from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError
+from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.files import check_writable
 from lomdm_dist.secrets import hide
 
@@ -78,8 +78,8 @@ def main(arguments: list[str] | None = None, default_command: str | None = None)
         if str(error):
             _say(f"error: {error}")
         sys.exit(error.status)
-    except StoppedOnRequest:
-        sys.exit(REQUEUE)
+    except StoppedOnRequest as stopped:
+        sys.exit(stopped.status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

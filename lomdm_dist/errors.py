@@ -1,5 +1,7 @@
 """What a command can end with, besides an error of our own, and the exit statuses."""
 
+import os
+
 FAILED, MISTAKE, REQUEUE, INTERRUPTED = 1, 2, 75, 130
 
 
@@ -17,6 +19,11 @@ class RunFailed(Exception):
 
 class StoppedOnRequest(Exception):
     """Training was asked to stop and has saved its state. Status 75: start it again."""
+
+    @property
+    def status(self) -> int:
+        """0 under torchrun, which knows no statuses and would start again what ends with another."""
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE
 
 
 def first_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from lomdm_dist.config import FaultsConfig
-from lomdm_dist.errors import FAILED, MISTAKE, REQUEUE, RunFailed, StoppedOnRequest, UserError, first_line
+from lomdm_dist.errors import FAILED, MISTAKE, RunFailed, StoppedOnRequest, UserError, first_line
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import machine_in_sight
 from lomdm_dist.parallel.grid import rank, world_size
@@ -392,7 +392,7 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> int:
     if isinstance(error, StoppedOnRequest):
-        return REQUEUE
+        return error.status
     return MISTAKE if isinstance(error, UserError) else FAILED
 
 

@@ -162,9 +162,9 @@ class Noise:
     """What is left of log loss after a fit: normal, with an error of its own for each training.
 
     A parametric bootstrap. Resampled points and residuals cover too little or too much: of few points the fit
-    goes near five whatever they are (docs/scaling.md has what each covers). `sd` counts the coefficients that
-    were fitted, and is itself uncertain: each draw takes it from its chi-squared with `freedom`, which makes
-    the intervals of a linear fit the exact ones of Student's t.
+    goes near five whatever they are (docs/scaling_laws.md has what each covers). `sd` counts the coefficients
+    that were fitted, and is itself uncertain: each draw takes it from its chi-squared with `freedom`, which
+    makes the intervals of a linear fit the exact ones of Student's t.
     """
 
     sd: float

@@ -272,7 +272,7 @@ def _has_ended(record: Record, running: dict, asked: bool) -> bool:
     try:
         if is_done(record.point):
             _finish(record)
-        elif asked or status == REQUEUE:
+        elif asked or status in (0, REQUEUE):  # torchrun makes 0 of a stop
             record.status = STOPPED
         else:
             record.status, record.error = FAILED, [*training.last_lines(), f"(status {status})"]

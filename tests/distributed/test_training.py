@@ -88,23 +88,30 @@ def test_sigterm_saves_and_exits_75(tmp_path, base):
     assert (run / "latest").read_text() == f"step-{last}\n"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGKILL, "stop"]
+)
 def test_torchrun_starts_again_and_workers_outlive_it_no_longer_than_a_save(tmp_path, base, number):
     """Its store outlives the workers that it starts again, and what they had written there.
 
-    It dies of either signal and tells its workers nothing; the run must neither go on nor be lost.
+    It dies of either signal and tells its workers nothing; the run must neither go on nor be lost. The
+    file RUN/stop is asked of the workers alone, and torchrun must not start them again.
     """
     run = tmp_path / "run"
     options = [*base, "train.steps=100000", "train.save_every=5", f"train.run={run}", "--resume", "auto"]
-    process = start(2, *options, launcher=["--max-restarts", "1"])
+    process = start(2, *options, launcher=["--max-restarts", "2"])
     wait_for(run / "latest", "step-", process)
     torchrun = psutil.Process(process.pid)
     torchrun.children(recursive=True)[-1].kill()
     wait_for(run / "ended.log", "has died", process)
     wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
     workers = torchrun.children(recursive=True)
-    process.send_signal(number)
-    process.wait()
+    if number == "stop":
+        (run / number).touch()
+    else:
+        process.send_signal(number)
+    status = process.wait(timeout=300)
+    assert number != "stop" or status == 0
     _, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
     said = process.communicate()[0]
