@@ -72,7 +72,7 @@ def main() -> None:
 def lomdm(*words) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lomdm_dist.cli", *map(str, words)]
-    print("$ lomdm", *words, flush=True)
+    print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # two at a time may
     status = subprocess.run(command, env=environment).returncode
     if status:
         raise SystemExit(f"evidence: lomdm {words[0]} ended with status {status}; the same command goes on")
