@@ -209,7 +209,8 @@ def write_kept(kept: dict) -> None:
 
 def keep(found: dict[str, dict]) -> None:
     kept = read_kept()
-    kept["rows"] |= found
+    rows = kept["rows"] | found
+    kept["rows"] = {point.name: rows[point.name] for point in points() if point.name in rows}
     kept["unigram_nats"] = unigram_nats()
     kept["data"] = read(DATA.with_suffix(".json"))
     write_kept(kept)
