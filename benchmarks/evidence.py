@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lomdm_dist import machine
+from lomdm_dist.errors import MISTAKE
 from lomdm_dist.files import write_atomically
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
@@ -75,7 +76,8 @@ def lomdm(*words) -> None:
     print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # two at a time may
     status = subprocess.run(command, env=environment).returncode
     if status:
-        raise SystemExit(f"evidence: lomdm {words[0]} ended with status {status}; the same command goes on")
+        more = "" if status == MISTAKE else "; the same command goes on"
+        raise SystemExit(f"evidence: lomdm {words[0]} ended with status {status}{more}")
 
 
 def points() -> list[Point]:
@@ -87,12 +89,12 @@ def default_rows() -> list[str]:
 
 
 def prepare(text: str | None) -> None:
-    if not (DATA / "train").exists():
-        if not text:
-            sys.exit(
-                f"evidence: {DATA} is not there yet: make evidence TEXT=FILE says what to train on "
-                "(docs/evidence.md)"
-            )
+    if not text and not (DATA / "train").exists():
+        sys.exit(
+            f"evidence: {DATA} is not there yet: make evidence TEXT=FILE says what to train on "
+            "(docs/evidence.md)"
+        )
+    if text:  # what is there of the same text is reused, of another one refused
         lomdm("prepare", "text", "--input", text, "--out", DATA, "--tokenizer", "bpe", "--vocab-size", 512,
               "--length", 64, "--valid-fraction", 0.03, "--json", DATA.with_suffix(".json"))  # fmt: skip
 
@@ -208,11 +210,15 @@ def write_kept(kept: dict) -> None:
 
 
 def keep(found: dict[str, dict]) -> None:
-    kept = read_kept()
+    if not found:
+        sys.exit("evidence: no row is done here yet: make evidence")
+    kept, data = read_kept(), read(DATA.with_suffix(".json"))
+    if kept["rows"] and kept["data"]["splits"] != data["splits"]:
+        sys.exit(f"evidence: {KEPT.name} has rows of another text; move it away to keep these")
     rows = kept["rows"] | found
     kept["rows"] = {point.name: rows[point.name] for point in points() if point.name in rows}
     kept["unigram_nats"] = unigram_nats()
-    kept["data"] = read(DATA.with_suffix(".json"))
+    kept["data"] = data
     write_kept(kept)
     print(f"{len(found)} rows kept: {' '.join(found)}")
 

@@ -1,5 +1,6 @@
 """The evidence's sweep, and the sums of its report."""
 
+import contextlib
 import json
 
 import pytest
@@ -62,6 +63,24 @@ def test_what_an_order_changes():
     assert evidence_report.worth(groups).splitlines()[2:] == [
         "| lomdm | 2 | 0.100 +- 0.000 | 0.1000 +- 0.1000 |"
     ]
+
+
+def test_rows_of_two_texts_are_not_kept_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "KEPT", tmp_path / "kept.json")
+    monkeypatch.setattr(evidence, "DATA", tmp_path / "data")
+    monkeypatch.setattr(evidence, "unigram_nats", lambda: 5.0)
+    monkeypatch.chdir(REPOSITORY)
+    for sequences, name, said in (
+        (7, "lomdm-s0", ""),
+        (7, "ar-s1", ""),
+        (8, "mdlm-s0", "another text"),
+        (7, "", "no row"),
+    ):
+        data = {"splits": {"train": {"sequences": sequences}}, "command": ["lomdm", "prepare"]}
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
+            evidence.keep({name: {"loss": 1}} if name else {})
+    assert list(evidence.read_kept()["rows"]) == ["ar-s1", "lomdm-s0"]
 
 
 def test_a_row_is_what_its_run_has_left(tmp_path, monkeypatch):
