@@ -29,6 +29,8 @@ KEPT = ROOT / "benchmarks/results/evidence.json"
 CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # drawn, and timed
 SEEDS = (*CORE, "no_order")  # of three seeds; the others of the first
 LOOKED_AT = ("mdlm_long-s0", "lomdm_long-s0")  # whose order and samples are looked at
+# whose bound is taken at each c1, too: theory says that it is the same
+PACED, PACES = "no_order-s0", (0.2, 0.4, 0.7, 1.0, 1.3)
 DRAWS, ROUNDS, STEPS = 4, 3, 30
 CURVE = ("step", "valid_nll_per_token", "order_A_hatA", "order_A_confidence", "order_hatA_confidence")
 SIGNALS = (
@@ -100,16 +102,12 @@ def prepare(text: str | None) -> None:
 
 
 def evaluate(point: Point) -> None:
-    """The bound of the whole validation split, also without the order; of two rows what they write."""
-    ppl, unordered, order, picture = (
-        point.run / name for name in ("ppl.json", "unordered.json", "order.json", "trajectory.png")
-    )
-    where = ("--checkpoint", point.run)
-    valid = ("--data", DATA / "valid")
-    if not ppl.exists():
-        lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", ppl)
-    if has_order(point) and not unordered.exists():
-        lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", unordered, "objective.c2=0")
+    """The bounds of the whole validation split; of two rows what they write."""
+    order, picture = (point.run / name for name in ("order.json", "trajectory.png"))
+    where, valid = ("--checkpoint", point.run), ("--data", DATA / "valid")
+    for name, overrides in (("ppl", []), *variants(point).items()):
+        if not (out := point.run / f"{name}.json").exists():
+            lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", out, *overrides)
     if point.name in LOOKED_AT and not order.exists():
         lomdm("eval", "order", *where, *valid, "--draws", DRAWS, "--json", order)
     beside = point.run.with_name(LOOKED_AT[0])
@@ -117,9 +115,15 @@ def evaluate(point: Point) -> None:
         lomdm("sample", *where, "--num", 1, "--beside", beside, "--trajectory", picture)
 
 
-def has_order(point: Point) -> bool:
+def variants(point: Point) -> dict[str, list[str]]:
+    """Other bounds of the same weights: without the learned order, and at other c1."""
     objective = point.config.objective
-    return objective.name == "lomdm" and objective.c2 > 0
+    found = {}
+    if objective.name == "lomdm" and objective.c2 > 0:
+        found["unordered"] = ["objective.c2=0"]
+    if point.name == PACED:
+        found |= {f"c1_{c1:g}": [f"objective.c1={c1:g}"] for c1 in PACES}
+    return found
 
 
 def speed() -> None:
@@ -159,7 +163,8 @@ def row_of(point: Point) -> dict:
     state = json.loads(
         next((point.run / "checkpoints").glob(f"step-{point.config.train.steps}/state.json")).read_text()
     )
-    order, unordered = point.run / "order.json", point.run / "unordered.json"
+    order = point.run / "order.json"
+    files = {name: file for name in variants(point) if (file := point.run / f"{name}.json").exists()}
     return {
         "group": point.group,
         "seed": point.config.train.seed,
@@ -172,7 +177,10 @@ def row_of(point: Point) -> dict:
             key: ppl.get(key) for key in ("nll_per_token", "standard_error", "nll_per_token_cut", "remainder")
         },
         **{key: ppl.get(key) for key in ("remainder_standard_error", "sequences")},
-        "nll_per_token_unordered": read(unordered)["nll_per_token"] if unordered.exists() else None,
+        "variants": {
+            name: {key: read(file)[key] for key in ("nll_per_token", "nll_per_token_cut", "command")}
+            for name, file in files.items()
+        },
         "curve": [[row.get(key) for key in CURVE] for row in metrics if "valid_nll_per_token" in row],
         "signals": [[row.get(key) for key in SIGNALS] for row in logged],
         "order": read(order) if order.exists() else None,

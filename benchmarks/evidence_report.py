@@ -10,13 +10,13 @@ from lomdm_dist.files import write_figure
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
-UNCUT, CUT, UNORDERED = "nll_per_token", "nll_per_token_cut", "nll_per_token_unordered"
+UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
 MDLM = ("mdlm", "mdlm_long")
 
 
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
-    print(bounds(groups), differences(groups), worth(groups), sep="\n\n")
+    print(bounds(groups), differences(groups), worth(groups), paces(groups), sep="\n\n")
     if "seconds_a_step" not in kept:
         sys.exit("no seconds a step are kept, so no more is told: python -m benchmarks.evidence speed")
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
@@ -85,12 +85,26 @@ def worth(groups: dict[str, list[dict]]) -> str:
     """What the learned order gives to the very network that was trained under it."""
     lines = []
     for group, rows in groups.items():
-        found = [less(row[UNORDERED], row[UNCUT]) for row in rows]
-        if None not in found:
+        found = [
+            row["variants"]["unordered"][UNCUT] - row[UNCUT] for row in rows if "unordered" in row["variants"]
+        ]
+        if found:
             spread = said([row["signals"][-1][SIGNALS["exponent_std"]] for row in rows], 3)
-            lines.append([group, len(rows), spread, said(found)])
+            lines.append([group, len(found), spread, said(found)])
     names = ("row", "seeds", "exponents' spread at the end", "bound with c2 = 0, less the bound")
     return table(names, lines)
+
+
+def paces(groups: dict[str, list[dict]]) -> str:
+    """One network in random order at several c1: the uncut bound has to be the same, the cut one is not."""
+    lines = [
+        [row["group"], name.removeprefix("c1_"), f"{bound[UNCUT]:.5f}", f"{bound[CUT]:.4f}"]
+        for rows in groups.values()
+        for row in rows
+        for name, bound in row["variants"].items()
+        if name.startswith("c1_")
+    ]
+    return table(("row", "c1", "bound", "cut at 1e-3"), lines)
 
 
 def ratios(groups: dict[str, list[dict]], seconds: dict[str, float]) -> list[str]:

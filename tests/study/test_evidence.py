@@ -45,8 +45,9 @@ def test_shares_are_those_of_the_same_seed_s_mdlm():
 
 def ended(group: str, seed: int, uncut: float, cut: float, unordered: float | None = None) -> dict:
     signals = [[20, None, None, 0.1, None, None, None]]
-    numbers = {"nll_per_token": uncut, "nll_per_token_cut": cut, "nll_per_token_unordered": unordered}
-    return row([uncut], group, seed) | {"signals": signals} | numbers
+    numbers = {"nll_per_token": uncut, "nll_per_token_cut": cut}
+    variants = {"unordered": {"nll_per_token": unordered}} if unordered else {}
+    return row([uncut], group, seed) | {"signals": signals, "variants": variants} | numbers
 
 
 def test_what_an_order_changes():
