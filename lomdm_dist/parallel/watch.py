@@ -341,13 +341,21 @@ class Watch:
         self._tell(verdict)
         self._silent = self._quiet(self.faults.lost_seconds)
         able = {r for r, process in self.neighbours.items() if alive(process)}.difference(self._silent)
-        if self.rank == min(able):
+        if self.rank == min(able) and not self._was_said(verdict):
             saying = threading.Thread(target=self._say, args=(verdict,), daemon=True)
             saying.start()
             saying.join(BEAT)  # whatever it is printed to may be stuck too
         if verdict.stacks:
             self._write_stacks()
         self._found.set()
+
+    def _was_said(self, verdict: Verdict) -> bool:
+        """By a rank of this machine that has ended before this one looked."""
+        lower = [self.name(number) for number in self.neighbours if number < self.rank]
+        with contextlib.suppress(OSError):
+            lines = (self.run / "ended.log").read_text().splitlines()
+            return any(f"{name}: {verdict.text};" in line for name in lower for line in lines)
+        return False
 
     def _say(self, verdict: Verdict) -> None:
         """On the terminal, and in RUN/ended.log: the first may not be reached, by the same fault."""

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lomdm_dist.parallel.watch import Verdict, Watch
 from tests.distributed import grids
 from tests.distributed.grids import begin, end, ends_of
 from tests.distributed.runs import curve
@@ -97,6 +98,21 @@ def test_the_others_end_and_name_it(trouble, rank, base, tmp_path):
         assert all("a_shard_that_never_comes" not in stacks[number] for number in (0, 2))
         last = pickle.loads((run / "stacks/rank-2.flight").read_bytes())["entries"][-1]
         assert last["profiling_name"].startswith("gloo:") and last["state"] != "completed"
+
+
+def test_what_a_rank_has_said_before_it_ended_is_not_said_again(tmp_path):
+    """The lowest rank that is left on a machine speaks; the next may look when that one has ended, too."""
+    watch = Watch.__new__(Watch)
+    watch.run, watch._where, watch.neighbours = tmp_path, (8, "data", 0.0), dict.fromkeys(range(3))
+    watch.places = [("machine", 10 + number, "host") for number in range(3)]
+    died, other = (Verdict(f"{watch.name(number)} has died") for number in (0, 1))
+    watch.rank = 2
+    assert not watch._was_said(died)
+    watch.rank = 1
+    watch._say(died)
+    assert not watch._was_said(died), "by itself, which a rank that starts again must not take for it"
+    watch.rank = 2
+    assert watch._was_said(died) and not watch._was_said(other)
 
 
 def test_a_mistake_of_one_is_a_mistake_of_all(base, tmp_path):
