@@ -75,11 +75,11 @@ def main() -> None:
 def lomdm(*words) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lomdm_dist.cli", *map(str, words)]
-    print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # two at a time may
+    print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # in one piece: two may at a time
     status = subprocess.run(command, env=environment).returncode
     if status:
         more = "" if status == MISTAKE else "; the same command goes on"
-        raise SystemExit(f"evidence: lomdm {words[0]} ended with status {status}{more}")
+        sys.exit(f"evidence: lomdm {words[0]} ended with status {status}{more}")
 
 
 def points() -> list[Point]:
