@@ -75,7 +75,7 @@ def main() -> None:
 def lomdm(*words) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lomdm_dist.cli", *map(str, words)]
-    print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # in one piece: two may at a time
+    print(" ".join(["$ lomdm", *map(str, words)]) + "\n", end="", flush=True)  # in one piece: two at once
     status = subprocess.run(command, env=environment).returncode
     if status:
         more = "" if status == MISTAKE else "; the same command goes on"
