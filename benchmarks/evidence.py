@@ -1,6 +1,6 @@
 """The paper's claims on real text: trains and evaluates the rows of configs/evidence/sweep.yaml.
 
-    make evidence TEXT=wikitext2.train.txt.gz                  # all rows of one seed, the first eight of three
+    make evidence TEXT=wikitext2.train.txt.gz                  # one seed each, of the first eight three
     make evidence TEXT=... ROWS="mdlm-s0 lomdm-s0"             # these
     python -m benchmarks.evidence speed                        # seconds a step, on a quiet machine
     python -m benchmarks.evidence keep                         # puts it into benchmarks/results/evidence.json
@@ -27,7 +27,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SWEEP, DATA = Path("configs/evidence/sweep.yaml"), Path("data/evidence")
 KEPT = ROOT / "benchmarks/results/evidence.json"
 CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # drawn, and timed
-SEEDS = (*CORE, "no_order", "mdlm_uniform", "c_1.3_0", "c_1.3_1.25_uniform")  # of three seeds; the others of the first
+SEEDS = (
+    *CORE,
+    "no_order",
+    "mdlm_uniform",
+    "c_1.3_0",
+    "c_1.3_1.25_uniform",
+)  # of three seeds; the others of the first
 LOOKED_AT = ("mdlm_long-s0", "lomdm_long-s0")  # whose order and samples are looked at
 # whose bound is taken at each c1, too: theory says that it is the same
 PACED, PACES = "no_order-s0", (0.2, 0.4, 0.7, 1.0, 1.3)

@@ -5,22 +5,30 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
+from scipy import stats
+
 from lomdm_dist.files import write_figure
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
 UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
-MDLM = ("mdlm", "mdlm_long")
+# each with what is compared to it: MDLM, and what a learned order has in place of one
+BASES = (("mdlm", "mdlm_long"), ("no_order",), ("c_1.3_0",))
+DRAWN = ("ar", "mdlm", "lomdm", "no_order", "lomdm_uniform", "c_1.3_1.25_uniform", "c_1.3_0")
+LONG = ("mdlm_long", "lomdm_long")
+MEASURES = ("steps", "seconds", "FLOPs")
 
 
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
-    print(bounds(groups), differences(groups), worth(groups), paces(groups), sep="\n\n")
+    tables = [bounds(groups), *(differences(groups, base) for base in BASES), worth(groups), paces(groups)]
+    print(*tables, sep="\n\n")
     if "seconds_a_step" not in kept:
         sys.exit("no seconds a step are kept, so no more is told: python -m benchmarks.evidence speed")
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
-    print("", *ratios(groups, seconds), sep="\n\n")
+    print("", budgets(groups, seconds), ends(groups), sep="\n\n")
     draw_curves(groups, kept, seconds)
     draw_order(groups)
 
@@ -68,17 +76,32 @@ def bounds(groups: dict[str, list[dict]]) -> str:
     return table(names, lines)
 
 
-def differences(groups: dict[str, list[dict]]) -> str:
-    """Of each row to MDLM's of the same seed and steps: both saw the texts in the same order."""
-    twins = {(row["seed"], row["steps"]): row for name in MDLM for row in groups.get(name, [])}
+def pairs_with(rows: list[dict], groups: dict[str, list[dict]], base: tuple[str, ...]) -> list[tuple]:
+    """Each row with the base's of the same seed and steps, where there is one."""
+    twins = {(row["seed"], row["steps"]): row for name in base for row in groups.get(name, [])}
+    found = [(row, twins.get((row["seed"], row["steps"]))) for row in rows if row["group"] not in base]
+    return [(row, twin) for row, twin in found if twin]
+
+
+def differences(groups: dict[str, list[dict]], base: tuple[str, ...]) -> str:
+    """With Student's interval: of three seeds it is 4.3 standard errors to each side."""
     lines = []
     for group, rows in groups.items():
-        pairs = [(row, twins.get((row["seed"], row["steps"]))) for row in rows]
-        pairs = [(row, twin) for row, twin in pairs if twin]
-        if pairs and group not in MDLM:
-            found = [[less(row[key], twin[key]) for row, twin in pairs] for key in (UNCUT, CUT)]
-            lines.append([group, len(pairs), *map(said, found)])
-    return table(("row less mdlm", "seeds", "uncut", "cut at 1e-3"), lines)
+        if pairs := pairs_with(rows, groups, base):
+            uncut, cut = ([less(row[key], twin[key]) for row, twin in pairs] for key in (UNCUT, CUT))
+            lines.append([group, len(pairs), said(uncut), interval(uncut), said(cut)])
+    return table(
+        (f"less {base[0]}, same seed", "seeds", "uncut", "95% interval", "cut at 1e-3"),
+        lines,
+    )
+
+
+def interval(values: list[float]) -> str:
+    if len(values) < 2:
+        return "-"
+    middle, error = mean(values)
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return f"{middle - reach:.3f} to {middle + reach:.3f}"
 
 
 def worth(groups: dict[str, list[dict]]) -> str:
@@ -107,31 +130,51 @@ def paces(groups: dict[str, list[dict]]) -> str:
     return table(("row", "c1", "bound", "cut at 1e-3"), lines)
 
 
-def ratios(groups: dict[str, list[dict]], seconds: dict[str, float]) -> list[str]:
-    """When the learned orders are where MDLM ends, by validation during training: shares of its own."""
+def budgets(groups: dict[str, list[dict]], seconds: dict[str, float]) -> str:
+    """What a row lacks when MDLM's steps, seconds or FLOPs are spent, and the share of them after which
+    it first is where MDLM ends: by the validations during training."""
     lines = []
-    base = groups.get("mdlm", [])
-    for group in ("lomdm", "lomdm_uniform"):
-        shares = []
-        for row in groups.get(group, []):
-            twin = next((b for b in base if b["seed"] == row["seed"]), None)
-            if twin and (step := step_of(row["curve"], twin["curve"][-1][1])):
-                shares.append(step / twin["steps"])
-        if not shares:
-            lines.append(f"{group}: never at MDLM's last bound within its own steps")
-            continue
-        cost, work = (
-            seconds[group] / seconds["mdlm"],
-            groups[group][0]["flops_a_step"] / base[0]["flops_a_step"],
-        )
-        times = {"steps": 1.0, "seconds": cost, "FLOPs": work}
-        text = ", ".join(
-            f"{said([share * factor for share in shares], 2)} of its {name}" for name, factor in times.items()
-        )
-        lines.append(
-            f"{group}: at MDLM's last bound after {text} ({len(shares)} of {len(groups[group])} seeds)"
-        )
-    return lines
+    for group in (*DRAWN, LONG[1]):
+        pairs = pairs_with(groups.get(group, []), groups, BASES[0])
+        for measure in MEASURES if group != "ar" and pairs else ():
+            behind, shares = [], []
+            for row, twin in pairs:
+                factor = cost(row, seconds)[measure] / cost(twin, seconds)[measure]
+                last = twin["curve"][-1][1]
+                behind.append(value_at(row["curve"], twin["steps"] / factor) - last)
+                if step := step_of(row["curve"], last):
+                    shares.append(factor * step / twin["steps"])
+            reached = f"{said(shares, 2)} ({len(shares)} of {len(pairs)})" if shares else "never"
+            lines.append([group, measure, said(behind, 3), reached])
+    return table(("row", "MDLM's", "behind when they are spent", "at MDLM's end after a share of"), lines)
+
+
+def cost(row: dict, seconds: dict[str, float]) -> dict[str, float]:
+    """Of one step. The operations of an objective do not depend on its c1, c2 and times."""
+    second = seconds.get(row["group"], seconds[row["objective"]["name"]])
+    return dict(zip(MEASURES, (1.0, second, row["flops_a_step"]), strict=True))
+
+
+def ends(groups: dict[str, list[dict]]) -> str:
+    """The order's signals at the end: correlations of the last validation, the last fifth's deviations."""
+    lines = []
+    for group, rows in groups.items():
+        places = [row["curve"][-1][place] for row in rows for place in PAIRS.values()]
+        if None not in places:
+            last = [said([row["curve"][-1][place] for row in rows], 2) for place in PAIRS.values()]
+            late = [said([late_median(row, place) for row in rows], 3) for place in SIGNALS.values()]
+            lines.append([group, *last, *late])
+    return table(("row", *PAIRS, *SIGNALS), lines)
+
+
+def late_median(row: dict, place: int) -> float:
+    found = [signal[place] for signal in row["signals"] if signal[0] > 0.8 * row["steps"]]
+    return statistics.median(found)
+
+
+def value_at(curve: list[list], step: float) -> float:
+    steps, values, *_ = zip(*curve, strict=True)
+    return float(np.interp(step, steps, values))
 
 
 def step_of(curve: list[list], bound: float) -> float | None:
@@ -173,41 +216,52 @@ def average(rows: list[dict], place: int, key: str = "curve") -> tuple[list[floa
 
 
 def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, float]) -> None:
-    """The bound by steps, by time and by FLOPs, of the rows of three seeds."""
-    figure, panels = _figure(3)
-    for number, group in enumerate(group for group in groups if group in seconds):
+    """The bound by steps, by time and by FLOPs, and of the longer rows. Dashed: random order."""
+    figure, panels = _figure(4)
+    for number, group in enumerate(group for group in (*DRAWN, *LONG) if group in groups):
         steps, means, errors = average(groups[group], 1)
-        factors = (1.0, seconds[group] / 60, groups[group][0]["flops_a_step"])
-        for axes, factor in zip(panels, factors, strict=True):
+        row = groups[group][0]
+        line = "--" if row["objective"]["name"] == "mdlm" or row["objective"].get("c2") == 0 else "-"
+        chosen = panels[3:] if group in LONG else panels[:1] if group == "ar" else panels[:3]
+        factors = [1.0, cost(row, seconds)["seconds"] / 60, row["flops_a_step"]]
+        for axes, factor in zip(chosen, factors, strict=False):
             places = [step * factor for step in steps]
-            axes.plot(places, means, color=f"C{number}", label=group)
+            axes.plot(places, means, line, color=f"C{number}", label=group)
             low, high = ([m + sign * 2 * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
             axes.fill_between(places, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
-    for axes, name in zip(panels, ("steps", "minutes of one core", "training FLOPs"), strict=True):
-        axes.axhline(kept["unigram_nats"], color="0.5", linestyle=":", linewidth=1)
+    for axes, name in zip(panels, ("steps", "minutes of one core", "training FLOPs", "steps"), strict=True):
         axes.set(xlabel=name, ylabel="validation bound, nats a token")
-    panels[0].text(
-        0, kept["unigram_nats"], " entropy of single tokens", va="bottom", fontsize="small", color="0.4"
-    )
-    panels[0].legend(frameon=False)
+        axes.legend(frameon=False, fontsize="small")
+    for axes in panels[1:]:
+        axes.set_ylim(3.4, 4.6)
+    level = kept["unigram_nats"]
+    panels[0].axhline(level, color="0.5", linestyle=":", linewidth=1)
+    panels[0].annotate("entropy of single tokens", (1, level), xycoords=("axes fraction", "data"), ha="right",
+                       va="bottom", fontsize="small", color="0.4")  # fmt: skip
     write_figure(figure, DOCS / "evidence_curves.png")
 
 
 def draw_order(groups: dict[str, list[dict]]) -> None:
     """Correlations over training, and what the gradient through the order is made of."""
-    figure, panels = _figure(2)
+    figure, panels = _figure(3)
     rows = groups["lomdm"]
     for name, place in PAIRS.items():
         steps, means, errors = average(rows, place)
-        panels[0].errorbar(steps, means, errors, label=name, marker="o", markersize=3, capsize=2)
+        bars = [2 * error for error in errors]
+        panels[0].errorbar(steps, means, bars, label=name, marker="o", markersize=3, capsize=2)
     panels[0].axhline(0, color="0.6", linewidth=0.8)
-    panels[0].set(
-        xlabel="steps", ylabel="Pearson, mean over texts", title="lomdm: correlation at masked positions"
-    )
-    panels[0].legend(frameon=False)
-    for name, place in SIGNALS.items():
-        steps, means, _ = average(rows, place, "signals")
-        panels[1].plot(steps, means, label=name)
-    panels[1].set(xlabel="steps", yscale="log", title="lomdm: L1 - L2, log q(z1) - log q(z2), exponents")
-    panels[1].legend(frameon=False)
+    panels[0].axvspan(0, 500, color="0.9", linewidth=0)
+    panels[0].set(ylabel="Pearson at masked positions, mean over texts", title="lomdm: correlations")
+    names = {"advantage_std": "L1 - L2", "log_q_ratio_std": "log q(z1) - log q(z2)"}
+    for name, label in names.items():
+        steps, means, _ = average(rows, SIGNALS[name], "signals")
+        panels[1].plot(steps, means, label=label)
+    panels[1].set(yscale="log", ylabel="nats a text", title="lomdm: deviations of what REINFORCE multiplies")
+    steps, means, _ = average(rows, SIGNALS["exponent_std"], "signals")
+    panels[2].plot(steps, means)
+    panels[2].set(ylabel="standard deviation within a text", title="lomdm: exponents")
+    for axes in panels:
+        axes.set_xlabel("steps")
+    for axes in panels[:2]:
+        axes.legend(frameon=False)
     write_figure(figure, DOCS / "evidence_order.png")

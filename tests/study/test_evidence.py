@@ -16,13 +16,25 @@ def test_every_row_has_as_many_denoiser_rows_a_step(monkeypatch):
     points = load_sweep(evidence.SWEEP, []).points
     rows = {point.config.train.global_batch * max(1, point.config.objective.samples) for point in points}
     assert rows == {64}
-    assert {point.group for point in points} >= {*evidence.CORE}
+    assert {point.group for point in points} >= {
+        *evidence.SEEDS,
+        *evidence_report.DRAWN,
+        *evidence_report.LONG,
+        *sum(evidence_report.BASES, ()),
+    }
     assert {*evidence.LOOKED_AT} <= {point.name for point in points}
 
 
 def row(bounds: list[float], group: str, seed: int = 0, flops: float = 1.0) -> dict:
     curve = [[10 * (k + 1), bound, None, None, None] for k, bound in enumerate(bounds)]
-    return {"group": group, "seed": seed, "curve": curve, "steps": 10 * len(bounds), "flops_a_step": flops}
+    return {
+        "group": group,
+        "objective": {"name": group.partition("_")[0]},
+        "seed": seed,
+        "curve": curve,
+        "steps": 10 * len(bounds),
+        "flops_a_step": flops,
+    }
 
 
 @pytest.mark.parametrize(("bound", "step"), [(5.0, 10), (4.5, 15), (3.0, 30), (2.9, None), (9.0, 10)])
@@ -30,17 +42,19 @@ def test_the_step_at_which_a_curve_is_at_a_bound(bound, step):
     assert evidence_report.step_of(row([5.0, 4.0, 3.0], "lomdm")["curve"], bound) == step
 
 
-def test_shares_are_those_of_the_same_seed_s_mdlm():
+def test_what_a_row_lacks_at_mdlm_s_budget_and_when_it_is_there():
     groups = {
         "mdlm": [row([5.0, 4.0], "mdlm", 0), row([5.0, 3.0], "mdlm", 1)],
         "lomdm": [row([4.5, 3.5], "lomdm", 0, 2.0), row([5.0, 3.5], "lomdm", 1, 2.0)],
     }
-    said = evidence_report.ratios(groups, {"mdlm": 1.0, "lomdm": 1.5, "lomdm_uniform": 1.5})
-    assert said[0] == (
-        "lomdm: at MDLM's last bound after 0.75 of its steps, 1.12 of its seconds, 1.50 of its FLOPs "
-        "(1 of 2 seeds)"
-    )
-    assert said[1] == "lomdm_uniform: never at MDLM's last bound within its own steps"
+    said = evidence_report.budgets(groups, {"mdlm": 1.0, "lomdm": 1.25})
+    assert said.splitlines()[2:] == [
+        "| lomdm | steps | 0.000 +- 0.500 | 0.75 (1 of 2) |",
+        "| lomdm | seconds | 0.500 +- 0.600 | 0.94 (1 of 2) |",
+        "| lomdm | FLOPs | 1.250 +- 0.750 | 1.50 (1 of 2) |",
+    ]
+    groups["lomdm"] = [row([9.0, 8.0], "lomdm", 0)]
+    assert "| lomdm | steps | 4.000 | never |" in evidence_report.budgets(groups, {"mdlm": 1.0, "lomdm": 1.0})
 
 
 def ended(group: str, seed: int, uncut: float, cut: float, unordered: float | None = None) -> dict:
@@ -57,9 +71,9 @@ def test_what_an_order_changes():
         "lomdm": [ended("lomdm", 0, 4.1, 3.6, 4.3), ended("lomdm", 1, 3.3, 2.8, 3.3)],
         "ar": [ended("ar", 1, 2.5, None)],
     }
-    assert evidence_report.differences(groups).splitlines()[2:] == [
-        "| lomdm | 2 | 0.2000 +- 0.1000 | -0.2000 +- 0.1000 |",
-        "| ar | 1 | -0.5000 | - |",
+    assert evidence_report.differences(groups, ("mdlm",)).splitlines()[2:] == [
+        "| lomdm | 2 | 0.2000 +- 0.1000 | -1.071 to 1.471 | -0.2000 +- 0.1000 |",
+        "| ar | 1 | -0.5000 | - | - |",
     ]
     assert evidence_report.worth(groups).splitlines()[2:] == [
         "| lomdm | 2 | 0.100 +- 0.000 | 0.1000 +- 0.1000 |"
