@@ -20,9 +20,9 @@ test: install
 test-all: install
 	$(PYTEST) -m ""
 
-# docs/evidence.md: make evidence TEXT=FILE [ROWS="mdlm-s0 lomdm-s0"]
+# docs/evidence.md: make evidence TEXT=FILE [ROWS="mdlm-s0 lomdm-s0"] [JOBS=4]
 evidence: install
-	python -m benchmarks.evidence run $(if $(TEXT),--text $(TEXT)) $(if $(ROWS),--rows $(ROWS))
+	python -m benchmarks.evidence run $(if $(TEXT),--text $(TEXT)) $(if $(ROWS),--rows $(ROWS)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: install
 	ruff check .

@@ -17,8 +17,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from lomdm_dist import machine
-from lomdm_dist.errors import MISTAKE
+from lomdm_dist.errors import MISTAKE, UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
@@ -26,14 +28,9 @@ from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
 ROOT = Path(__file__).resolve().parent.parent
 SWEEP, DATA = Path("configs/evidence/sweep.yaml"), Path("data/evidence")
 KEPT = ROOT / "benchmarks/results/evidence.json"
-CORE = ("ar", "mdlm", "lomdm", "lomdm_uniform")  # drawn, and timed
-SEEDS = (
-    *CORE,
-    "no_order",
-    "mdlm_uniform",
-    "c_1.3_0",
-    "c_1.3_1.25_uniform",
-)  # of three seeds; the others of the first
+TIMED = ("ar", "mdlm", "lomdm", "lomdm_uniform")
+# of three seeds; the others of the first
+SEEDS = (*TIMED, "no_order", "mdlm_uniform", "c_1.3_0_uniform", "c_1.3_1.25_uniform")
 LOOKED_AT = ("mdlm_long-s0", "lomdm_long-s0")  # whose order and samples are looked at
 # whose bound is taken at each c1, too: theory says that it is the same
 PACED, PACES = "no_order-s0", (0.2, 0.4, 0.7, 1.0, 1.3)
@@ -57,9 +54,20 @@ def main() -> None:
         "--text", help="to train on: a .txt, .jsonl or .parquet file, or hf:NAME; the first time only"
     )
     parser.add_argument("--rows", nargs="*", help="names with their seed, mdlm-s0; by default see above")
-    parser.add_argument("--jobs", default=os.cpu_count(), type=int, help="trainings at a time")
+    parser.add_argument("--jobs", default=devices(), type=int, help="trainings at a time: one a GPU, or core")
     options = parser.parse_args()
     os.chdir(ROOT)
+    try:
+        work(options)
+    except UserError as error:
+        sys.exit(f"evidence: {error}")
+
+
+def devices() -> int:
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def work(options) -> None:
     if options.do == "run":
         prepare(options.text)
         rows = options.rows or default_rows()
@@ -116,9 +124,10 @@ def evaluate(point: Point) -> None:
             lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", out, *overrides)
     if point.name in LOOKED_AT and not order.exists():
         lomdm("eval", "order", *where, *valid, "--draws", DRAWS, "--json", order)
-    beside = point.run.with_name(LOOKED_AT[0])
-    if point.name == LOOKED_AT[1] and (beside / "latest").exists() and not picture.exists():
-        lomdm("sample", *where, "--num", 1, "--beside", beside, "--trajectory", picture)
+    if point.name == LOOKED_AT[1] and not picture.exists():
+        beside = next(other for other in points() if other.name == LOOKED_AT[0])
+        if is_done(beside):
+            lomdm("sample", *where, "--num", 1, "--beside", beside.run, "--trajectory", picture)
 
 
 def variants(point: Point) -> dict[str, list[str]]:
@@ -133,8 +142,8 @@ def variants(point: Point) -> dict[str, list[str]]:
 
 
 def speed() -> None:
-    """Seconds a step of the first four rows' objectives, in turns: of a machine that does nothing else."""
-    chosen = {p.group: p for p in points() if p.group in CORE}
+    """Seconds a step of the first four rows, in turns: of a machine that does nothing else."""
+    chosen = {p.group: p for p in points() if p.group in TIMED}
     seconds = {group: [] for group in chosen}
     for _ in range(ROUNDS):
         for group, point in chosen.items():
@@ -162,6 +171,18 @@ def collect() -> dict[str, dict]:
     return found
 
 
+def about(point: Point) -> dict:
+    """What a row is of."""
+    train = point.config.train
+    return {
+        "group": point.group,
+        "seed": train.seed,
+        "objective": point.config.objective.model_dump(mode="json"),
+        "steps": train.steps,
+        "global_batch": train.global_batch,
+    }
+
+
 def row_of(point: Point) -> dict:
     ppl = read(point.run / "ppl.json")
     metrics = objects((point.run / "metrics.jsonl").read_text())
@@ -172,11 +193,7 @@ def row_of(point: Point) -> dict:
     order = point.run / "order.json"
     files = {name: file for name in variants(point) if (file := point.run / f"{name}.json").exists()}
     return {
-        "group": point.group,
-        "seed": point.config.train.seed,
-        "objective": point.config.objective.model_dump(mode="json"),
-        "steps": point.config.train.steps,
-        "global_batch": point.config.train.global_batch,
+        **about(point),
         "tokens": logged[-1]["tokens"],
         "flops_a_step": step_flops_a_sequence(point.config) * point.config.train.global_batch,
         **{
@@ -229,8 +246,13 @@ def keep(found: dict[str, dict]) -> None:
     kept, data = read_kept(), read(DATA.with_suffix(".json"))
     if kept["rows"] and kept["data"]["splits"] != data["splits"]:
         sys.exit(f"evidence: {KEPT.name} has rows of another text; move it away to keep these")
-    rows = kept["rows"] | found
-    kept["rows"] = {point.name: rows[point.name] for point in points() if point.name in rows}
+    rows, sweep = kept["rows"] | found, {point.name: about(point) for point in points()}
+    if others := [name for name, row in rows.items() if row | sweep.get(name, {"group": None}) != row]:
+        sys.exit(
+            f"evidence: {' '.join(others)} in {KEPT.name} are no rows of {SWEEP} as it is now: run them "
+            "again, or take them out"
+        )
+    kept["rows"] = {name: rows[name] for name in sweep if name in rows}
     kept["unigram_nats"] = unigram_nats()
     kept["data"] = data
     write_kept(kept)

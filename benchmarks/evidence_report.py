@@ -15,8 +15,8 @@ PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
 UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
 # each with what is compared to it: MDLM, and what a learned order has in place of one
-BASES = (("mdlm", "mdlm_long"), ("no_order",), ("c_1.3_0",))
-DRAWN = ("ar", "mdlm", "lomdm", "no_order", "lomdm_uniform", "c_1.3_1.25_uniform", "c_1.3_0")
+BASES = (("mdlm", "mdlm_long"), ("no_order",), ("c_1.3_0_uniform",))
+DRAWN = ("ar", "mdlm", "lomdm", "no_order", "lomdm_uniform", "c_1.3_1.25_uniform", "c_1.3_0_uniform")
 LONG = ("mdlm_long", "lomdm_long")
 MEASURES = ("steps", "seconds", "FLOPs")
 
@@ -150,8 +150,10 @@ def budgets(groups: dict[str, list[dict]], seconds: dict[str, float]) -> str:
 
 
 def cost(row: dict, seconds: dict[str, float]) -> dict[str, float]:
-    """Of one step. The operations of an objective do not depend on its c1, c2 and times."""
-    second = seconds.get(row["group"], seconds[row["objective"]["name"]])
+    """Of one step; its seconds are those of the timed row with the same objective and times."""
+    objective = row["objective"]
+    uniform = objective["name"] == "lomdm" and objective["time"] == "uniform"
+    second = seconds["lomdm_uniform" if uniform else objective["name"]]
     return dict(zip(MEASURES, (1.0, second, row["flops_a_step"]), strict=True))
 
 

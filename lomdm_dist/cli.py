@@ -3,7 +3,7 @@
 What a command takes and does stands in a file of its own, in `commands`.
 
 Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on request after saving;
-1 anything else.
+130 Ctrl-C; 1 anything else.
 """
 
 import argparse
@@ -126,7 +126,8 @@ def _say_traceback(*error) -> None:
 
 _ABOUT = {
     "description": "Train, evaluate, sample and export learnable-order masked diffusion language models.",
-    "epilog": "Exit status: 0 done, 2 your mistake, 75 stopped on request after saving, 1 anything else.",
+    "epilog": "Exit status: 0 done, 2 your mistake, 75 stopped on request after saving, 130 Ctrl-C, "
+    "1 anything else.",
 }
 
 

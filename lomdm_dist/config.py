@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.files import write_atomically
 from lomdm_dist.secrets import hide
 
 
@@ -628,7 +629,7 @@ class Config(Section):
         return self.model_dump(mode="json")
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.as_dict(), sort_keys=False))
+        write_atomically(path, yaml.safe_dump(self.as_dict(), sort_keys=False))
 
 
 class _PlainYaml(yaml.SafeLoader):

@@ -18,12 +18,19 @@ class RunFailed(Exception):
 
 
 class StoppedOnRequest(Exception):
-    """Training was asked to stop and has saved its state. Status 75: start it again."""
+    """Training was asked to stop and has saved its state. Status 75: start it again.
+
+    for_good: by its user, not by a signal to a process, which may be one host's that leaves.
+    """
+
+    def __init__(self, text: str = "", for_good: bool = False):
+        super().__init__(text)
+        self.for_good = for_good
 
     @property
     def status(self) -> int:
-        """0 under torchrun, which knows no statuses and would start again what ends with another."""
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE
+        """For good it is 0 under torchrun, which starts again what ends with another status."""
+        return 0 if self.for_good and "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE
 
 
 def first_line(error: BaseException) -> str:

@@ -46,14 +46,19 @@ def _bench_throughput(options) -> None:
     if bad := [n for n in (*(options.micro_batch or ()), *(options.ranks or ())) if n < 1]:
         raise UserError(f"--micro-batch and --ranks count from 1, not {bad[0]}")
     config = load_config(options.config, options.overrides)
-    if os.environ.get("RANK", "0") == "0":
-        say(
-            f"bench throughput: {options.warmup} + {options.steps} steps, plainly and by phase, of each point"
-        )
+    _say_first(
+        f"bench throughput: {options.warmup} + {options.steps} steps, plainly and by phase, of each point"
+    )
     if "WORLD_SIZE" in os.environ:
         _measure_this_job(options, config)
     else:
         _measure_points(options, config)
+
+
+def _say_first(text: str) -> None:
+    """Of the processes of a launcher the first one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
 
 
 def _measure_points(options, config) -> None:
@@ -114,11 +119,12 @@ def _measure_this_job(options, config) -> None:
 
 
 def _data_at_hand(config) -> str:
-    """The config's shards, if they are there and can be read."""
+    """The config's shards, if they are there and can be read; else it is said why not."""
     from lomdm_dist.data.reader import open_reader
 
     try:
         open_reader(config.data, config.train.seed)
-    except UserError:
+    except UserError as error:
+        _say_first(f"synthetic tokens are taken: {error}")
         return "synthetic"
     return "config"

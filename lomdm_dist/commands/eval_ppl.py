@@ -143,6 +143,7 @@ def say_bound(result: dict, config, options) -> str:
         f"{result['tokens']:,} tokens, {result['sequences']:,} sequences, {options.weights} weights, "
         f"preset {options.preset}"
     )
+    scope = ", ".join([scope, *(word for word in options.overrides if word.startswith("objective."))])
     if config.objective.name == "ar":
         return f"exact {value}, ppl {result['ppl']:.2f}; {scope}"
     time, eps = config.evaluate.time, config.evaluate.time_eps

@@ -13,7 +13,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="auto|CHECKPOINT", help="auto: from the run's latest, if there is one"
     )
-    parser.add_argument("--stop-after", type=int, metavar="STEP", help="save and exit 75 after this step")
+    parser.add_argument(
+        "--stop-after", type=int, metavar="STEP", help="save and end after this step, as RUN/stop does"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",

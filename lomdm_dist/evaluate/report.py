@@ -190,7 +190,7 @@ def zero_shot_table(results: list[dict]) -> Iterator[str]:
     rows, unlike = [], {}
     for result in results:
         model, preset = result["config"]["model"], result["convention"]["preset"]
-        title = f"this {result['convention']['objective']['name']}, preset {preset}"
+        title = f"this {_objective(result['convention']['objective'])}, preset {preset}"
         some = [found["sequences"] < found["sequences_in_all"] for found in result["sets"].values()]
         title += ", the beginning of some sets" * any(some)
         rows.append([title, *(_number(result["sets"].get(name, {}).get("ppl"), 2) for name in names)])

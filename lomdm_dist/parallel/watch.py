@@ -193,18 +193,20 @@ class Watch:
         count = 0
         while self._goes_on(BEAT):
             count += 1
-            with contextlib.suppress(RuntimeError, ValueError):  # of the store; `_look` counts the seconds
+            try:
                 self._store.set(f"sign/{self.rank}", json.dumps(self._sign(count)))
                 if self._store.check([END]):
                     self._declare(Verdict(*json.loads(self._store.get(END))))
                     return
                 ranks = range(len(self.places)) if self.rank == 0 else [0]
                 texts = self._store.multi_get([f"sign/{r}" for r in ranks])
-                self._contact = time.monotonic()
-                for number, text in zip(ranks, texts, strict=True):
-                    self._read(number, Sign(*json.loads(text)))
-                if self.rank == 0:
-                    self._judge()
+            except (RuntimeError, ValueError):  # of the store; `_look` counts the seconds
+                continue
+            self._contact = time.monotonic()
+            for number, text in zip(ranks, texts, strict=True):
+                self._read(number, Sign(*json.loads(text)))
+            if self.rank == 0:
+                self._judge()
 
     def _sign(self, count: int) -> Sign:
         step, phase, since = self._where
@@ -341,10 +343,10 @@ class Watch:
         self._tell(verdict)
         self._silent = self._quiet(self.faults.lost_seconds)
         able = {r for r, process in self.neighbours.items() if alive(process)}.difference(self._silent)
-        if self.rank == min(able) and not self._was_said(verdict):
+        if self.rank == min(able):
             saying = threading.Thread(target=self._say, args=(verdict,), daemon=True)
             saying.start()
-            saying.join(BEAT)  # whatever it is printed to may be stuck too
+            saying.join(BEAT)  # whatever it is printed to, and the run's folder, may be stuck too
         if verdict.stacks:
             self._write_stacks()
         self._found.set()
@@ -353,12 +355,14 @@ class Watch:
         """By a rank of this machine that has ended before this one looked."""
         lower = [self.name(number) for number in self.neighbours if number < self.rank]
         with contextlib.suppress(OSError):
-            lines = (self.run / "ended.log").read_text().splitlines()
-            return any(f"{name}: {verdict.text};" in line for name in lower for line in lines)
+            lines = (self.run / "ended.log").read_text(errors="replace").splitlines()
+            return any(f"{name}: {hide(verdict.text)};" in line for name in lower for line in lines)
         return False
 
     def _say(self, verdict: Verdict) -> None:
         """On the terminal, and in RUN/ended.log: the first may not be reached, by the same fault."""
+        if self._was_said(verdict):
+            return
         ending = hide(f"{verdict.text}; all end, in step {self._where[0]}")
         ending += "" if verdict.status == MISTAKE else "; continue with --resume auto"
         say(f"error: {ending}", sys.stderr)

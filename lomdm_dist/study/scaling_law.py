@@ -332,13 +332,13 @@ def fit_parabolas(
 
     budget [n] from 0, -1 leaves a point out. UserError where three parabolas with a minimum cannot be had.
     """
-    points = Points(*(values[budget >= 0] for values in vars(points).values()))
+    curves, points = points.curves, Points(*(values[budget >= 0] for values in vars(points).values()))
     budget, count = budget[budget >= 0], budget.max(initial=-1) + 1
     if count < 3 or len(budget) <= 3 * count + 1:
         raise UserError(
             f"{len(budget)} points in {count} compute budgets of 3 sizes or more: parabolas take 3 budgets, "
             "better 5, of 4 sizes (tokens = C / flops_per_token for a few C; or --bins K"
-            + (")" if points.curves else ", or --curve)")
+            + (")" if curves else ", or --curve)")
         )
     mean = (budget == np.arange(count)[:, None]) / np.bincount(budget)[:, None]
     log_c, centre = mean @ np.log(points.compute), mean @ np.log(points.size)

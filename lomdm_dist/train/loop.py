@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -81,7 +81,7 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
         Watch(store, config.faults, config.train.run) as watch,
         process_grid(tensor_parallel, store) as grid,
     ):
-        run = Run(config, inputs, grid, stop, watch)
+        run = _build(config, inputs, grid, stop, watch)
         try:
             yield run
         except (RuntimeError, MemoryError) as error:
@@ -92,6 +92,21 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
             run.saver.close()
             run.batches.close()
             run.reporter.close()
+
+
+def _build(config: Config, inputs: Inputs, grid: Grid, stop: StopRequest, watch: Watch) -> "Run":
+    try:
+        return Run(config, inputs, grid, stop, watch)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        deeper = config.parallel.zero_stage < 3
+        ways = ["parallel.zero_stage=3"] if deeper and grid.data_size > 1 else []
+        raise UserError(
+            f"rank {rank()} ran out of memory while the model was built ({first_line(error)}): "
+            f"{' or '.join([*ways, 'parallel.tensor_parallel or more devices', 'a smaller model'])} make it "
+            f"fit; lomdm plan says what each needs"
+        ) from error
 
 
 class Run:
@@ -207,7 +222,7 @@ class Run:
                 self._end_together()
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
-                raise StoppedOnRequest
+                raise StoppedOnRequest(for_good=sums["for_good"] > 0 or done == stop_after)
         return {"steps": train.steps, "loss": self.loss, "tokens": self.progress.tokens, "reused": False}
 
     def _forget(self) -> None:
@@ -218,12 +233,16 @@ class Run:
     def _end_together(self) -> None:
         """What was begun is written, or a UserError says why not; on all ranks."""
         self.watch.at(self.progress.step, SAVING)
+        self._all_fail(self.saver.wait)
+        self.watch.finish()
+
+    def _all_fail(self, work: Callable) -> None:
+        """What may raise a UserError on all ranks at once: none of them is lost to the others."""
         try:
-            self.saver.wait()
+            work()
         except UserError:
             self.watch.finish()
             raise
-        self.watch.finish()
 
     def step(self, step: int) -> tuple[bool, dict[str, float]]:
         """One optimiser step over the global batch: whether its numbers are some, and sums over all ranks."""
@@ -235,7 +254,8 @@ class Run:
         computing = Stopwatch(self.grid.device)
         sums = self._backpropagate(step, rows)
         work = computing.stop() if self.engine.local else None  # else it has waited for others
-        asked = {"asked": self.stop.asked, "unsaved": self.saver.failed, "replaced": rows.replaced}
+        asked = {"asked": self.stop.asked, "for_good": self.stop.for_good}
+        asked |= {"unsaved": self.saver.failed, "replaced": rows.replaced}
         sums.add({name: torch.tensor(value) for name, value in asked.items()})
         own, sums = sums.own("bound"), sums.reduced(self.grid)
         self.watch.at(step + 1, UPDATE)
@@ -439,7 +459,7 @@ class Run:
             self.reporter.say(
                 f"stopped on request while waiting for data{saved}; continue with --resume auto"
             )
-            raise StoppedOnRequest("stopped on request while waiting for data")
+            raise StoppedOnRequest("stopped on request while waiting for data", self.stop.for_good)
 
     def _metrics(self, seconds: float) -> dict:
         """What is logged: means over the steps since the last log; norms of gradients are the last step's."""
@@ -513,7 +533,7 @@ class Run:
 
     def save(self) -> None:
         self.watch.at(self.progress.step, SAVING)
-        self.saver.save(self.engine.pieces, self.average, self.progress)
+        self._all_fail(lambda: self.saver.save(self.engine.pieces, self.average, self.progress))
 
     def _data_facts(self) -> DataFacts:
         return DataFacts(

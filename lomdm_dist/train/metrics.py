@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lomdm_dist.config import Config
+from lomdm_dist.errors import first_line
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.secrets import hide, say
@@ -108,9 +109,16 @@ class Reporter:
                     f"cannot write {self.path}: {error.strerror}; training goes on, lines wait in memory"
                 )
             self._in_trouble = True
-        if self._wandb:
-            with contextlib.suppress(Exception):  # a logging service must never end a training run
-                self._wandb.log(metrics, step=metrics["step"])
+        self._to_wandb(lambda run: run.log(metrics, step=metrics["step"]))
+
+    def _to_wandb(self, work: Callable) -> None:
+        """A logging service must never end a training run: after its first error it is left alone."""
+        try:
+            if self._wandb:
+                work(self._wandb)
+        except Exception as error:
+            self.say(f"wandb: {first_line(error)}; no more is sent to it, {self.path} has everything")
+            self._wandb = None
 
     def _write(self) -> None:
         if not os.fstat(self._file.fileno()).st_nlink:
@@ -150,8 +158,7 @@ class Reporter:
             except OSError as error:
                 self.say(f"cannot write {self.path}: {error.strerror}; its last lines are lost")
             self._file.close()
-            if self._wandb:
-                self._wandb.finish()
+            self._to_wandb(lambda run: run.finish())
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -58,11 +58,16 @@ class Saver:
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def save(self, pieces: list[Piece], average: WeightAverage, progress: Progress) -> None:
-        """Begin to save, on all ranks; first waits for the save before this one."""
+        """Begin to save, on all ranks; first waits for the save before this one.
+
+        UserError where that one failed and the config says stop.
+        """
         began = time.monotonic()
         while self._last is not None and wait([self._last], PATIENCE).not_done:
             waited = time.monotonic() - began
             self.say(f"the save before this one is not yet written: training has waited for {waited:.0f} s")
+        if self.config.faults.on_failed_save == "stop":
+            self.wait()
         state = engine_state(pieces, average, copy=True)
         self._last = self._thread.submit(self._write, state, progress, average.updates)
 
@@ -179,27 +184,21 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def drop_old(newest: Path, keep_last: int) -> list[OSError]:
-    """Keep the last `keep_last` up to the newest, and what was saved to be kept for good; what stayed.
+def drop_old(newest: Path, keep_last: int) -> list[Exception]:
+    """Keep the last `keep_last` up to the newest, and what was saved to be kept for good; why others stayed.
 
-    Later ones, of a run resumed from before them, stay; so do links, to other disks say.
+    Later ones, of a run resumed from before them, stay; so do links, to other disks say, and what does not
+    tell whether it is to be kept.
     """
     problems = []
     step_of = steps_in(newest.parent)
     past = [path for path in step_of if step_of[path] <= step_of[newest]]
     for path in [path for path in past if path.is_dir() and not path.is_symlink()][:-keep_last]:
-        keep_every = _keep_every(path)
-        if not (keep_every and step_of[path] % keep_every == 0):
-            try:
+        try:
+            # of the run that saved it: one that goes on with another value does not drop what that one keeps
+            keep_every = load_config(path / "config.yaml").train.keep_every
+            if not (keep_every and step_of[path] % keep_every == 0):
                 shutil.rmtree(path)
-            except OSError as problem:
-                problems.append(problem)
+        except (OSError, UserError) as problem:
+            problems.append(problem)
     return problems
-
-
-def _keep_every(checkpoint: Path) -> int:
-    """Of the run that saved it: one that goes on with another value does not drop what that one keeps."""
-    try:
-        return load_config(checkpoint / "config.yaml").train.keep_every
-    except UserError:
-        return 0

@@ -1,4 +1,4 @@
-"""The request to stop: finish the step, save, end with status 75."""
+"""The request to stop: finish the step, save, end with status 75 (errors.StoppedOnRequest)."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ class StopRequest:
         self.file = run / STOP if rank() == 0 else None
 
     def __enter__(self):
-        self._signalled, self._looked = False, 0.0
+        self._signalled, self._found, self._looked = False, False, 0.0
         self._before = {s: signal.signal(s, self._note) for s in self.SIGNALS}
         parents = psutil.Process().parents() if "LOCAL_RANK" in os.environ else []
         self._launchers = [p for p in parents if _is_launcher(p, self.LAUNCHERS)]
@@ -40,13 +40,14 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        return self._signalled or self._is_there() or not all(alive(launcher) for launcher in self._launchers)
+        return self.for_good or self._signalled or not all(map(alive, self._launchers))
 
-    def _is_there(self) -> bool:
-        if self.file is None or time.monotonic() - self._looked < LOOK_SECONDS:
-            return False
-        self._looked = time.monotonic()
-        return self.file.exists()
+    @property
+    def for_good(self) -> bool:
+        """By the file, which the first rank sees."""
+        if self.file and not self._found and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._found = time.monotonic(), self.file.exists()
+        return self._found
 
     def __exit__(self, *_):
         if self.file is not None:

@@ -4,10 +4,13 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 
+import psutil
 import pytest
 
+from lomdm_dist.config import FaultsConfig
 from lomdm_dist.parallel.watch import Verdict, Watch
 from tests.distributed import grids
 from tests.distributed.grids import begin, end, ends_of
@@ -112,7 +115,21 @@ def test_what_a_rank_has_said_before_it_ended_is_not_said_again(tmp_path):
     watch._say(died)
     assert not watch._was_said(died), "by itself, which a rank that starts again must not take for it"
     watch.rank = 2
+    with open(tmp_path / "ended.log", "ab") as file:
+        file.write("café".encode()[:-1])  # the disk was full
     assert watch._was_said(died) and not watch._was_said(other)
+
+
+def test_the_end_comes_although_the_run_s_folder_is_stuck(tmp_path):
+    """A file server that no longer answers, which a pipe is like that nobody reads."""
+    os.mkfifo(tmp_path / "ended.log")
+    watch = Watch.__new__(Watch)
+    watch.run, watch._where, watch.rank, watch.places = tmp_path, (8, "data", 0.0), 0, [("m", 1, "host")]
+    watch.neighbours, watch.faults, watch.verdict = {0: psutil.Process()}, FaultsConfig(), None
+    watch._one, watch._found, watch._finishing = threading.Lock(), threading.Event(), False
+    watch._tell, watch._quiet = (lambda _: None), (lambda _: [])
+    watch._declare(Verdict("rank 1 has died"))
+    assert watch._found.is_set() and watch.verdict.text == "rank 1 has died"
 
 
 def test_a_mistake_of_one_is_a_mistake_of_all(base, tmp_path):

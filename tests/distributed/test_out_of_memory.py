@@ -109,6 +109,34 @@ def test_what_cannot_shrink_ends_with_the_ways_out(base, tmp_path):
     assert "resume with train.micro_batch=2 or train.recompute=block" in said[SHORT_RANK]
 
 
+def train_a_model_that_does_not_fit(overrides: list[str]) -> str:
+    from lomdm_dist.parallel.grid import rank
+    from lomdm_dist.train import loop
+
+    plain = loop.WeightAverage
+
+    def average(*arguments):
+        if rank() == SHORT_RANK:
+            raise torch.OutOfMemoryError("out of memory, says the test\nand more")
+        return plain(*arguments)
+
+    loop.WeightAverage = average
+    try:
+        grids.train(overrides)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_model_that_does_not_fit_says_what_would_help(base, tmp_path):
+    options = [*base, f"train.run={tmp_path / 'run'}"]
+    said = on_processes(RANKS, train_a_model_that_does_not_fit, options, seconds=60)
+    assert said[SHORT_RANK].startswith(
+        f"UserError: rank {SHORT_RANK} ran out of memory while the model was built (out of memory, says the "
+        "test): parallel.zero_stage=3 or "
+    )
+    assert all(said), "no rank waits for one that has ended"
+
+
 def test_what_is_taken_for_a_shortage():
     try:
         torch.empty(2**60)

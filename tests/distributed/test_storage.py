@@ -115,6 +115,27 @@ def test_training_stops_where_the_config_says_so(base, small_disk, tmp_path):
     assert list(curve(run)) == list(range(1, 10))
 
 
+def train_where_no_save_can_be_written(overrides: list[str]) -> None:
+    """Each fails while training already waits for it to end: with the next one due."""
+    from lomdm_dist.train import saver
+
+    def fails(*_):
+        time.sleep(2)
+        raise OSError(28, "No space left on device")
+
+    saver.Saver._write_pieces = fails
+    grids.train(overrides)
+
+
+def test_a_save_that_fails_while_the_next_one_waits_stops_training_too(base, tmp_path):
+    run = tmp_path / "run"
+    options = [*base, *SAVES, f"train.run={run}", "faults.on_failed_save=stop", "train.save_every=1"]
+    ends = ends_of(2, tmp_path, train_where_no_save_can_be_written, options)
+    assert [status for status, _ in ends] == [2, 2], ends
+    assert ends[0][1].count(f"error: cannot write checkpoint {run / 'checkpoints/step-1'}: ") >= 1
+    assert "checkpoints/step-2" not in ends[0][1], "it did not go on to lose more"
+
+
 def train_on_a_slow_disk(overrides: list[str]) -> None:
     from lomdm_dist.train import saver
 

@@ -95,15 +95,20 @@ def test_torchrun_starts_again_and_workers_outlive_it_no_longer_than_a_save(tmp_
     """Its store outlives the workers that it starts again, and what they had written there.
 
     It dies of either signal and tells its workers nothing; the run must neither go on nor be lost. The
-    file RUN/stop is asked of the workers alone, and torchrun must not start them again.
+    file RUN/stop is asked of the workers alone, and torchrun must not start them again. It does after a
+    signal to one worker: on several hosts that may be one which leaves, and the others go on.
     """
     run = tmp_path / "run"
     options = [*base, "train.steps=100000", "train.save_every=5", f"train.run={run}", "--resume", "auto"]
-    process = start(2, *options, launcher=["--max-restarts", "2"])
+    process = start(2, *options, launcher=["--max-restarts", "3"])
     wait_for(run / "latest", "step-", process)
     torchrun = psutil.Process(process.pid)
     torchrun.children(recursive=True)[-1].kill()
     wait_for(run / "ended.log", "has died", process)
+    wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
+    workers = torchrun.children(recursive=True)
+    workers[-1].terminate()
+    psutil.wait_procs(workers, timeout=120)
     wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
     workers = torchrun.children(recursive=True)
     if number == "stop":

@@ -29,7 +29,7 @@ def row(bounds: list[float], group: str, seed: int = 0, flops: float = 1.0) -> d
     curve = [[10 * (k + 1), bound, None, None, None] for k, bound in enumerate(bounds)]
     return {
         "group": group,
-        "objective": {"name": group.partition("_")[0]},
+        "objective": {"name": group.partition("_")[0], "time": "mixture"},
         "seed": seed,
         "curve": curve,
         "steps": 10 * len(bounds),
@@ -85,6 +85,7 @@ def test_rows_of_two_texts_are_not_kept_together(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "DATA", tmp_path / "data")
     monkeypatch.setattr(evidence, "unigram_nats", lambda: 5.0)
     monkeypatch.chdir(REPOSITORY)
+    about = {point.name: evidence.about(point) for point in evidence.points()}
     for sequences, name, said in (
         (7, "lomdm-s0", ""),
         (7, "ar-s1", ""),
@@ -94,8 +95,14 @@ def test_rows_of_two_texts_are_not_kept_together(tmp_path, monkeypatch):
         data = {"splits": {"train": {"sequences": sequences}}, "command": ["lomdm", "prepare"]}
         (tmp_path / "data.json").write_text(json.dumps(data))
         with pytest.raises(SystemExit, match=said) if said else contextlib.nullcontext():
-            evidence.keep({name: {"loss": 1}} if name else {})
+            evidence.keep({name: about[name]} if name else {})
     assert list(evidence.read_kept()["rows"]) == ["ar-s1", "lomdm-s0"]
+    data["splits"]["train"]["sequences"] = 7
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    for name, row in (("gone-s0", about["ar-s1"]), ("ar-s2", about["ar-s2"] | {"steps": 7})):
+        evidence.write_kept({"rows": {name: row}, "data": data})
+        with pytest.raises(SystemExit, match=f"{name} in kept are no rows of"):
+            evidence.keep({"ar-s1": about["ar-s1"]})
 
 
 def test_a_row_is_what_its_run_has_left(tmp_path, monkeypatch):

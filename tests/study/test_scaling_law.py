@@ -1,6 +1,7 @@
 """Scaling laws: against another minimiser, the published surface, and known coefficients under noise."""
 
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from scipy.optimize import minimize, minimize_scalar
 
 from lomdm_dist.cli import main
+from lomdm_dist.errors import UserError
 from lomdm_dist.study.scaling_law import (
     PUBLISHED,
     PUBLISHED_SURFACE,
@@ -279,6 +281,15 @@ def test_mistakes_are_said_in_a_line(tmp_path, capsys, name, text, options, said
         main(["fit", str(tmp_path / name), *options])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_curves_are_asked_for_where_there_are_none():
+    """Also of points that no budget takes."""
+    points = Points(*np.full((3, 8), 1e6), run=np.arange(8) // 2)
+    for those, asked in ((points, False), (dataclasses.replace(points, run=np.arange(8)), True)):
+        with pytest.raises(UserError, match="0 points in 0 compute budgets") as refused:
+            fit_parabolas(those, np.full(8, -1), 100)
+        assert ("--curve" in str(refused.value)) == asked
 
 
 def test_a_training_given_twice_counts_once(tmp_path):

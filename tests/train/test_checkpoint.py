@@ -1,12 +1,15 @@
 import json
 import math
+import shutil
 
 import pytest
 
+from lomdm_dist.config import load_config
 from lomdm_dist.machine import to_json
 from lomdm_dist.process import keyed_uniforms
-from lomdm_dist.train.metrics import _has_wandb_key, _keep_until
+from lomdm_dist.train.metrics import Reporter, _has_wandb_key, _keep_until
 from lomdm_dist.train.saver import drop_old
+from tests.tiny import REPOSITORY
 
 
 def steps_left(folder, newest, keep) -> list[str]:
@@ -18,10 +21,24 @@ def test_the_newest_checkpoint_is_never_dropped(tmp_path):
     """A run resumed from step 4 of 4, 6, 8 saves step 5: the later ones are not newer."""
     for name in ("step-4", "step-5", "step-6", "step-8", "step-old1", ".step-9.partial"):
         (tmp_path / name).mkdir()
+        shutil.copy(REPOSITORY / "configs/demo.yaml", tmp_path / name / "config.yaml")
     rest = [".step-9.partial", "step-6", "step-8", "step-old1"]
     assert steps_left(tmp_path, 5, keep=2) == sorted([*rest, "step-4", "step-5"])
     assert steps_left(tmp_path, 5, keep=1) == sorted([*rest, "step-5"])
     assert steps_left(tmp_path, 8, keep=1) == sorted([".step-9.partial", "step-8", "step-old1"])
+
+
+def test_what_may_be_kept_for_good_is_not_dropped(tmp_path):
+    """A checkpoint whose config this version cannot read does not tell whether it is one of every 7 steps."""
+    keeps = load_config(REPOSITORY / "configs/demo.yaml", ["train.save_every=7", "train.keep_every=7"])
+    for step in (6, 7, 8, 9):
+        (tmp_path / f"step-{step}").mkdir()
+        keeps.save(tmp_path / f"step-{step}/config.yaml")
+    with open(tmp_path / "step-8/config.yaml", "a") as file:
+        file.write("of_another_version: {}\n")
+    (problem,) = drop_old(tmp_path / "step-9", 1)
+    assert "step-8" in str(problem) and "of_another_version" in str(problem)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7", "step-8", "step-9"]
 
 
 def test_metrics_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
@@ -38,6 +55,33 @@ def test_json_holds_no_number_that_is_none():
         "b": [None, 1.5],
         "c": {"d": None},
     }
+
+
+def test_wandb_that_fails_ends_nothing_and_is_said_once(tmp_path, capsys):
+    """A service that takes one line, and no more, not even the end."""
+    sent = []
+
+    class Service:
+        def log(self, metrics, step):
+            if sent:
+                raise ConnectionError("the server is gone\nand more")
+            sent.append(step)
+
+        def finish(self):
+            raise ConnectionError("the end")
+
+    config = load_config(REPOSITORY / "configs/demo.yaml", [f"train.run={tmp_path}"])
+    for lines in (4, 1):  # it fails at a line; at the end
+        sent.clear()
+        reporter = Reporter(config, 0, active=True)
+        reporter._wandb = Service()
+        for step in range(lines):
+            reporter.report({"step": step + 1})
+        reporter.close()
+        path = tmp_path / "metrics.jsonl"
+        why = "the server is gone" if lines > 1 else "the end"
+        assert capsys.readouterr().out == f"wandb: {why}; no more is sent to it, {path} has everything\n"
+        assert sent == [1] and len(path.read_text().splitlines()) == lines
 
 
 @pytest.mark.parametrize("netrc", [None, "machine elsewhere login me password it", "not a netrc"])
