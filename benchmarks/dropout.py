@@ -12,7 +12,6 @@ on a GPU larger batches, bf16, and the compiled operation.
 """
 
 import argparse
-import platform
 import statistics
 import time
 from functools import partial
@@ -149,7 +148,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     check()
-    where = torch.cuda.get_device_name() if GPU else platform.processor() or platform.machine()
+    where = torch.cuda.get_device_name() if GPU else machine.cpu()
     print(f"{where}, torch {torch.__version__}, {DTYPE}, rate {RATE}, {options.rounds} rounds")
 
     steps = []

@@ -10,7 +10,6 @@ Each way has processes of its own, which take turns; memory is what a process gr
 
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from lomdm_dist import machine
 from lomdm_dist.ops.masked_linear_ce import default_chunk, masked_linear_ce
 
 TOKENS, MASKED, VOCABULARY, WIDTH, MASK = 4096, 0.6, 50_258, 768, 50_257
@@ -95,7 +95,7 @@ def main() -> None:
     memory = max(found["fused"]["bytes"]) / min(found["plain"]["bytes"])
     lines.append(f"| fused / plain | {seconds:.2f} | | {memory:.2f} |")
     about = (
-        f"`python benchmarks/loss.py`, {platform.processor() or platform.machine()}, "
+        f"`python benchmarks/loss.py`, {machine.cpu()}, "
         f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, torch {torch.__version__}, float32. "
         f"{TOKENS:,} positions, {MASKED:.0%} masked, V = {VOCABULARY:,}, D = {WIDTH}; chunks of "
         f"{default_chunk(VOCABULARY, 'cpu')} rows; {ROUNDS} processes of {CALLS} calls each, in turns. Both "

@@ -8,10 +8,11 @@ data/demo. What is already in runs/objectives is used again.
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
+
+from lomdm_dist.machine import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "objectives"
@@ -60,9 +61,9 @@ def main() -> None:
         lines.append(f"| {name} | {bound} | {ppl} | {spread} | {velocity} |")
         print(lines[-1], flush=True)
     steps, tokens, versions = result["last"]["step"], result["last"]["tokens"], result["versions"]
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPU cores, two processes"
+    where = f"{cpu()}, {os.cpu_count()} CPU cores, two processes"
     about = (
-        f"`python benchmarks/objectives.py`, {machine}, torch {versions['torch']}. {steps} steps, {tokens:,} "
+        f"`python benchmarks/objectives.py`, {where}, torch {versions['torch']}. {steps} steps, {tokens:,} "
         "tokens, 0.7 to 1.1 million parameters; the whole validation split, "
         f"{DRAWS} draws, `evaluate.time=pinned`, EMA weights; one seed. exponent_std and velocity are "
         "those of the last 100 steps of training."

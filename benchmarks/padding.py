@@ -8,7 +8,6 @@ like those of LM1B's sentences (log-normal, mean 28 of 128 tokens); in the other
 """
 
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lomdm_dist import machine
 from lomdm_dist.config import load_config
 from lomdm_dist.model import LoMDM, backbone
 from lomdm_dist.ops.attention import Sight
@@ -114,7 +114,7 @@ def main() -> None:
         cells += [f"{ours / medians[str(length), 'left out']:.2f}", *(f"{d:.1e}" for d in differs)]
         lines.append(f"| {' | '.join(cells)} |")
     about = (
-        f"`python benchmarks/padding.py`, {platform.processor() or platform.machine()}, "
+        f"`python benchmarks/padding.py`, {machine.cpu()}, "
         f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, torch {torch.__version__}, float32, "
         f"{config.model.blocks} blocks of {config.model.width}, V = {config.model.vocab_size:,}. {SEQUENCES} "
         f"sequences of {length}; medians of {ROUNDS} rounds in turns. Real: share of the positions; of all "

@@ -11,7 +11,6 @@ does. What each way does besides is in its name.
 import argparse
 import itertools
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -118,11 +117,11 @@ def measure(length: int, tokens: int) -> dict:
     return {"length": length, "batch": batch, "million_tokens_per_second": rows}
 
 
-def first_batches(sequences: int = 20_000_000, length: int = 8) -> dict[int, list[float]]:
-    """Of a set of so many short sequences: at its beginning, in the middle, and epochs later."""
+def first_batches() -> dict[int, list[float]]:
+    """Of a set of 20 million short sequences: at its beginning, in the middle, and epochs later."""
     starts = {position: [] for position in (0, 10_000_000, 1_000_000_000)}
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), length, sequences * length)
+        write(Path(folder), 8, 20_000_000 * 8)
         for _ in range(15):
             for position, times in starts.items():
                 times.append(first_batch(Path(folder), 512, position))
@@ -135,9 +134,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     results = []
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {options.tokens:,} tokens\n"
-    )
+    print(f"{machine.cpu()}, {os.cpu_count()} cores, {options.tokens:,} tokens\n")
     for length in (128, 1024):
         result = measure(length, options.tokens)
         results.append(result)

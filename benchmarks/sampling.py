@@ -8,13 +8,13 @@ The same noise, hence the same texts; rounds in turns. Seconds are the process's
 """
 
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
+from lomdm_dist import machine
 from lomdm_dist.config import load_config
 from lomdm_dist.model import LoMDM
 from lomdm_dist.sample import sample
@@ -91,7 +91,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = (
-        f"`python benchmarks/sampling.py`, {platform.processor() or platform.machine()}, "
+        f"`python benchmarks/sampling.py`, {machine.cpu()}, "
         f"one thread of {os.cpu_count()} cores, seconds of CPU time, torch {torch.__version__}, float32. "
         f"LoMDM of {millions:.1f}M parameters with random weights, V = 4,096; {SEQUENCES} sequences of "
         f"{LENGTH} in one batch, uniform steps of time. Medians of {ROUNDS} rounds in turns; ratio: with its "

@@ -8,11 +8,11 @@ smaller where stratification helps.
     python benchmarks/time_rules.py    # prints the tables, writes benchmarks/results/time_rules.md
 """
 
-import platform
 from pathlib import Path
 
 import torch
 
+from lomdm_dist import machine
 from lomdm_dist.process import (
     PowerSchedule,
     WindowSchedule,
@@ -72,7 +72,7 @@ def main() -> None:
             tables[title].append(f"| {name} | {' | '.join(row)} |")
         print(name, *(f"{title}: {' '.join(row)}" for title, row in cells.items()), sep="\n  ", flush=True)
     about = (
-        f"`python benchmarks/time_rules.py`, {platform.processor() or platform.machine()}, "
+        f"`python benchmarks/time_rules.py`, {machine.cpu()}, "
         f"torch {torch.__version__}, float64. {SEQUENCES} sequences of {LENGTH}, one draw each, CE = 1 "
         f"(truth: 1), {REPETITIONS} repetitions."
     )

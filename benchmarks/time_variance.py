@@ -12,7 +12,6 @@ exponents spread as in a longer run.
 
 import argparse
 import os
-import platform
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -141,7 +140,7 @@ def main() -> None:
     print(*lines, sep="\n")
     batch, length = saved.config.train.global_batch, saved.config.model.length
     about = (
-        f"`python benchmarks/time_variance.py`, {platform.processor() or platform.machine()}, "
+        f"`python benchmarks/time_variance.py`, {machine.cpu()}, "
         f"{os.cpu_count()} CPU cores, torch {machine.versions()['torch']}, {saved.config.train.precision}. "
         f"{options.checkpoint} at step {saved.progress.step}, EMA weights; {batch} training sequences of "
         f"{length}, {options.draws} draws a rule, `uniform` from {EPS:g} on; a fifth as many below it."

@@ -44,7 +44,7 @@ def _order(options) -> None:
         return
     _add_samples(result, *samples, steps, tokenizer, options)
     result["convention"] = _convention(shards, checkpoint.config, length, steps, result, options)
-    print("\n\n".join(_tables(result, checkpoint.config, options)))
+    print("\n\n".join(_tables(result, options)))
     machine.write_result(options.json, result, checkpoint.config.as_dict())
     if options.plot:
         from lomdm_dist.evaluate.order_figure import draw
@@ -172,13 +172,13 @@ def _convention(shards, config, length: int, steps: int, result: dict, options) 
     }
 
 
-def _tables(result: dict, config, options) -> list[str]:
+def _tables(result: dict, options) -> list[str]:
     """What is printed, a table an item."""
     missing = result["missing"]
     tables = [] if "correlations" in missing else [_correlation_table(result, options)]
     tables.append(_direction(result))
     if result["speech"]:
-        tables.append(_speech_table(result, config, options))
+        tables.append(_speech_table(result))
     if result["exponent_by_frequency"]:
         tables.append(_frequency_table(result))
     return tables + [f"no {name}: {reason}" for name, reason in missing.items()]
@@ -216,7 +216,7 @@ def _direction(result: dict) -> str:
     )
 
 
-def _speech_table(result: dict, config, options) -> str:
+def _speech_table(result: dict) -> str:
     from lomdm_dist.evaluate.speech import CLASSES
 
     about = result["convention"]["samples"]

@@ -22,6 +22,7 @@ LARGEST_SHARD_MIB = 2048
 THREADS = 4
 SEQUENCES_AT_ONCE = 4096
 FIRST_ERRORS = 3
+SHOWN = 3  # sequences of a split
 LETTERS_SHOWN = 400
 DOCUMENT_END = " ◆ "
 
@@ -204,16 +205,16 @@ class Contents:
             yield f"  | {text}"
 
 
-def inspect(folder: Path, sequences: int = 3) -> list[Contents]:
+def inspect(folder: Path) -> list[Contents]:
     """What each split holds, and its first sequences as text. Raises UserError."""
-    return [_contents(split, sequences) for split in split_folders(folder)]
+    return [_contents(split) for split in split_folders(folder)]
 
 
-def _contents(folder: Path, sequences: int) -> Contents:
+def _contents(folder: Path) -> Contents:
     shards = ShardSet(folder)
     contents, facts = Contents(str(folder), shards.manifest), shards.tokenizer
     tokenizer = open_tokenizer(shards.tokenizer_folder(), facts)
-    first = shards.rows(np.arange(min(sequences, len(shards))))
+    first = shards.rows(np.arange(min(SHOWN, len(shards))))
     contents.shown = [_shown(tokenizer, row, facts.eos_id, shards.pad_id) for row in _inside(shards, first)]
     open_tokens = 0  # of the document that goes on in the next rows
     for rows in _all_rows(shards, "inspect"):

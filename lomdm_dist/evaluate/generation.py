@@ -43,7 +43,7 @@ class Judge:
         return self.tokenizer.eos_token or ""
 
 
-def open_judge(name: str, device: torch.device | str = "cpu") -> Judge:
+def open_judge(name: str) -> Judge:
     """Load from a folder, or by its name on the hub; no code that it brings is run. UserError."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,7 +64,7 @@ def open_judge(name: str, device: torch.device | str = "cpu") -> Judge:
         some = ", ".join(sorted(loading["missing_keys"])[:3])
         raise UserError(f"judge {name} lacks weights ({some}): they would be random; give one that is whole")
     _check_tokenizer(name, model, tokenizer)
-    model = model.to(device).eval()
+    model.eval()
     _check_causal(name, model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Judge(name, model, tokenizer, context)

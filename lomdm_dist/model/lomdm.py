@@ -53,9 +53,9 @@ class LoMDM(nn.Module):
         """Run `function(model, *arguments)`: engines that shard the parameters hook the outermost module."""
         return function(self, *arguments)
 
-    def order(self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None):
+    def order(self, x: Tensor, valid: Tensor | None = None):
         """The forward schedule of clean text x [B, L]: when each position is masked."""
-        return self.schedule(self.order_outputs(x, valid, dropout), x, valid)
+        return self.schedule(self.order_outputs(x, valid), x, valid)
 
     def order_outputs(
         self, x: Tensor, valid: Tensor | None = None, dropout: Tensor | None = None
@@ -139,13 +139,13 @@ class LoMDM(nn.Module):
         ends = (x == self.eos_id).long()
         return ends.cumsum(dim=1) - ends  # EOS belongs to the document that it ends
 
-    def see(self, z: Tensor, valid: Tensor | None = None, documents: Tensor | None = None) -> tuple:
+    def see(self, z: Tensor, valid: Tensor | None = None) -> tuple:
         """The masked text z -> features [B, L, D], reverse schedule, and the condition of the output.
 
         `backbone.output(features, condition)` gives the logits of the positions one asks for. The
         schedule is None for GenMD4, whose order is that of the tokens drawn.
         """
-        context, features, reverse = self._see(z, valid, documents, None)
+        context, features, reverse = self._see(z, valid, None, None)
         return context.spread(features), reverse, context.condition
 
     def _see(self, z: Tensor, valid, documents, dropout) -> tuple:

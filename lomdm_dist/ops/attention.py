@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNELS = ("flash_attn", "sdpa", "plain")
-
 
 class Sight(NamedTuple):
     """Who sees whom: tokens see those of their own run, and no others; in a causal one, those before."""

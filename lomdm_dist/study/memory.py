@@ -42,7 +42,6 @@ class Parameters:
         with torch.device("meta"):
             model = LoMDM(config.model, config.objective)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self.total = sum(math.prod(shape) for shape in self._shapes.values())
         self._of_ranks: dict[int, dict] = {}
 
     def of_rank(self, ranks: int) -> int:

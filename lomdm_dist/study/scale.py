@@ -173,7 +173,7 @@ def _overrides(said) -> list[str]:
 
 def left_out() -> list[str]:
     """What a prediction says nothing of: of the time, and of the memory."""
-    return [*roofline.LEFT_OUT, *getattr(memory, "LEFT_OUT", ())]
+    return [*roofline.LEFT_OUT, *memory.LEFT_OUT]
 
 
 def as_table(found: list[dict], price: float | None) -> list[str]:

@@ -124,7 +124,7 @@ def draw(sweep: Sweep, records: list[Record], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     series = _series(sweep, records)
     _draw_final(final, sweep, series)
-    _draw_curves(curves, sweep, series)
+    _draw_curves(curves, series)
     figure.suptitle(sweep.about)
     write_figure(figure, path)
 
@@ -218,7 +218,7 @@ def _draw_paper(axes, sweep: Sweep, groups: dict, color: str, line: str) -> None
         axes.plot(*zip(*found, strict=True), label=f"paper, {line}" if line else "paper", **style)
 
 
-def _draw_curves(axes, sweep: Sweep, series: dict) -> None:
+def _draw_curves(axes, series: dict) -> None:
     """Means over the seeds, and thinly each seed; colour by line, darker along x. Of one line, by point."""
     alone, longest = len(series) == 1, max(len(groups) for groups in series.values())
     for number, groups in enumerate(series.values()):

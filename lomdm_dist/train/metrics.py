@@ -65,9 +65,9 @@ class Stopwatch:
         return lambda: start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
 
 
-def probe_speed(device: torch.device, size: int = 512) -> float:
+def probe_speed(device: torch.device) -> float:
     """Seconds of a computation that is the same everywhere: a device that is slow by itself shows."""
-    matrix = torch.full((size, size), 1 / size, device=device)
+    matrix = torch.full((512, 512), 1 / 512, device=device)
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

@@ -101,7 +101,7 @@ def test_rows_of_two_texts_are_not_kept_together(tmp_path, monkeypatch):
     (tmp_path / "data.json").write_text(json.dumps(data))
     for name, row in (("gone-s0", about["ar-s1"]), ("ar-s2", about["ar-s2"] | {"steps": 7})):
         evidence.write_kept({"rows": {name: row}, "data": data})
-        with pytest.raises(SystemExit, match=f"{name} in kept are no rows of"):
+        with pytest.raises(SystemExit, match=f"{name} in kept.json are no rows of"):
             evidence.keep({"ar-s1": about["ar-s1"]})
 
 

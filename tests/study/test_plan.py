@@ -77,7 +77,7 @@ def test_states_are_the_bytes_a_parameter_that_are_counted(key):
     small = config_of(engine, stage, precision, ranks=4)
     parameters = Parameters(small)
     parts = memory(small, parameters, H100, data_parallel=4)
-    states = [parts[name] / parameters.total for name in ("parameters", "gradients", "optimiser")]
+    states = [parts[name] / parameters.of_rank(1) for name in ("parameters", "gradients", "optimiser")]
     assert states == pytest.approx(TEXTBOOK[key](4), rel=1e-6)
 
 
@@ -104,7 +104,7 @@ def test_fsdp2_holds_whole_gradients_between_two_split_samples():
     waiting = (
         memory(big, parameters, H100, 64)["gradients"] - memory(joint, parameters, H100, 64)["gradients"]
     )
-    assert waiting == 4 * parameters.total
+    assert waiting == 4 * parameters.of_rank(1)
 
 
 def test_what_the_user_says_is_kept():
