@@ -18,14 +18,14 @@ from pathlib import Path
 
 from lomdm_dist import __version__
 from lomdm_dist.commands import (
-    bench,
     bench_compare,
     bench_profile,
+    bench_step,
     bench_throughput,
     checkpoint,
-    convert,
     convert_diff,
     convert_from_hf,
+    convert_to_hf,
     eval_gen_ppl,
     eval_order,
     eval_ppl,
@@ -165,12 +165,12 @@ def _parser(default_command: str | None) -> argparse.ArgumentParser:
     add("sample", sample, "generate text")
     checkpoint.add_options(commands.add_parser("checkpoint", help="look into, check and rewrite one"), common)
     benches = group("bench", "measure speed and memory", "WHAT")
-    add("step", bench, "a step, and each trick's gain", benches)
+    add("step", bench_step, "a step, and each trick's gain", benches)
     add("throughput", bench_throughput, "training steps on grids of this machine, or in this job", benches)
     add("compare", bench_compare, "two results side by side", benches)
     add("profile", bench_profile, "where the time of a run's traced steps went", benches)
     conversions = group("convert", "to and from Hugging Face", "WHAT")
-    add("to-hf", convert, "export a checkpoint", conversions)
+    add("to-hf", convert_to_hf, "export a checkpoint", conversions)
     add("from-hf", convert_from_hf, "import an export, or a public checkpoint", conversions)
     add("diff", convert_diff, "what differs between two checkpoints or exports", conversions)
     add("sweep", sweep, "train many points, and compare them")

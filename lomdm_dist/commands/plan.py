@@ -40,8 +40,7 @@ def gpu_of(options):
 def choices(config, overrides: list[str]) -> tuple[str, ...]:
     """Keys of what the planner chooses that the user chose, in words other than `auto`."""
     from lomdm_dist.config import keys_of
-    from lomdm_dist.study.plan import CHOSEN
-    from lomdm_dist.train.fit import wanted
+    from lomdm_dist.study.plan import CHOSEN, wanted
 
     said = {key for override in overrides for key in keys_of(override)}
     return tuple(key for key in CHOSEN if key in said - set(wanted(config)))

@@ -25,9 +25,9 @@ from lomdm_dist.parallel.grid import Grid, process_grid
 from lomdm_dist.parallel.zero import REDUCE_BUCKET
 from lomdm_dist.study.counting import Counting, Held
 from lomdm_dist.study.memory import LEFT_OUT, Parameters, memory
+from lomdm_dist.study.plan import wanted
 from lomdm_dist.study.throughput import synthetic
 from lomdm_dist.study.traffic import Collective, traffic
-from lomdm_dist.train.fit import wanted
 from lomdm_dist.train.gradients import add_gradients
 from lomdm_dist.train.optim import WeightAverage, make_optimizer
 

@@ -203,9 +203,14 @@ def _check(config: Config) -> None:
 
 
 def value_of(config: Config, key: str):
-    """Of `section.key`."""
+    """What a config says of `section.key`."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
+
+
+def wanted(config: Config) -> list[str]:
+    """The keys that are left to the planner."""
+    return [key for key in CHOSEN if value_of(config, key) == "auto"]
 
 
 def _plans(config: Config, gpus: int, device: Device, calibration: Calibration, fixed) -> list[Plan]:

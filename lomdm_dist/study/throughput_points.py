@@ -18,8 +18,8 @@ from lomdm_dist.config import load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_figure
 from lomdm_dist.ops.phase import PHASES
+from lomdm_dist.study.plan import wanted
 from lomdm_dist.study.throughput import OTHER
-from lomdm_dist.train.fit import wanted
 
 NAMED = 0.05  # of the seconds that more ranks cost: a part below this is not named
 CONVENTION = {

@@ -27,10 +27,10 @@ from lomdm_dist.parallel.grid import Grid, join, process_grid, rank, world_size
 from lomdm_dist.parallel.layout import Piece
 from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, Watch
 from lomdm_dist.secrets import say
-from lomdm_dist.study.plan import Plan, calibrate
+from lomdm_dist.study.plan import Plan, calibrate, wanted
+from lomdm_dist.train.auto import fit, probe
 from lomdm_dist.train.bad_steps import Found, describe, first_bad_gradient, first_bad_weight, write_down
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
-from lomdm_dist.train.fit import fit, probe, wanted
 from lomdm_dist.train.gradients import StepSums, add_gradients
 from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
 from lomdm_dist.train.metrics import Reporter, Stopwatch, memory_gib, probe_speed, step_metrics

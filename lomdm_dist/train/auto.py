@@ -8,12 +8,7 @@ import torch
 
 from lomdm_dist.config import Config
 from lomdm_dist.parallel.grid import Grid, place_on_machine
-from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, device_here, plan, value_of
-
-
-def wanted(config: Config) -> list[str]:
-    """The keys that are left to the planner."""
-    return [key for key in CHOSEN if value_of(config, key) == "auto"]
+from lomdm_dist.study.plan import CHOSEN, Calibration, Plan, device_here, plan, wanted
 
 
 def fit(
