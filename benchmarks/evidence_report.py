@@ -194,11 +194,9 @@ def step_of(curve: list[list], bound: float) -> float | None:
 
 
 def _figure(panels: int):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * panels, 4.2), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)

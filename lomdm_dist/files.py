@@ -41,12 +41,17 @@ def write_figure(figure, path: Path, **options) -> None:
     write_atomically(path, drawn.getvalue())
 
 
-def check_figure(path: Path) -> None:
-    """Of `--plot`, before the work: can the figure be drawn and written? UserError."""
+def check_matplotlib(what: str) -> None:
+    """UserError where it is not installed; `what` needs it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+        raise UserError(f"{what} needs matplotlib: pip install matplotlib") from None
+
+
+def check_figure(path: Path) -> None:
+    """Of `--plot`, before the work: can the figure be drawn and written? UserError."""
+    check_matplotlib("--plot")
     if path.suffix not in FIGURES:
         raise UserError(f"--plot {path}: the name must end in {', '.join(FIGURES)}")
     check_writable(path)

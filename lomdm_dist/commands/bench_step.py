@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from lomdm_dist.commands.common import OVERRIDES, device, positive
+from lomdm_dist.files import check_figure
 from lomdm_dist.secrets import say
 
 
@@ -27,7 +28,7 @@ def _bench_step(options) -> None:
     from lomdm_dist.study import bench
 
     if options.plot:
-        bench.check_plot(options.plot)
+        check_figure(options.plot)
     config = load_config(options.config, options.overrides)
     result = bench.bench_step(config, options.sequences, options.rounds, device(), options.rows)
     print(bench.as_markdown(result))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lomdm_dist.commands.common import OVERRIDES, positive
 from lomdm_dist.errors import RunFailed, UserError
+from lomdm_dist.files import check_figure
 from lomdm_dist.secrets import say
 
 DATA = "config: the config's shards; synthetic: random tokens. By default config where the shards are there"
@@ -64,10 +65,9 @@ def _say_first(text: str) -> None:
 def _measure_points(options, config) -> None:
     from lomdm_dist import machine
     from lomdm_dist.study import throughput_points as points
-    from lomdm_dist.study.bench import check_plot
 
     if options.plot:
-        check_plot(options.plot)
+        check_figure(options.plot)
     ranks = sorted(set(options.ranks or [1]))
     todo = points.make_points(
         options.config, options.overrides, options.grid, options.micro_batch, ranks, options.scaling

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lomdm_dist.commands.common import check_pace, checkpoint_options, device, length_of, only, positive
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable, write_atomically
+from lomdm_dist.files import check_matplotlib, check_writable, write_atomically
 
 SAMPLER = "how text is drawn: sampler.top_p=0.9 ...; objective.c2=0: without the learned order"
 PROMPT = (
@@ -83,14 +83,13 @@ def _sample(options) -> None:
 
 def _check_views(options) -> None:
     """Before the work: can what is asked for be shown? UserError."""
-    from lomdm_dist.sample.picture import check_matplotlib
     from lomdm_dist.sample.terminal import check_terminal
 
     for path in options.trajectory:
         if path.suffix not in (".html", ".png"):
             raise UserError(f"--trajectory {path}: the name must end in .html or .png")
         if path.suffix == ".png":
-            check_matplotlib()
+            check_matplotlib("a PNG")
         check_writable(path)
     if options.watch:
         check_terminal()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lomdm_dist.commands.common import positive
 from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError
+from lomdm_dist.files import check_matplotlib
 from lomdm_dist.secrets import hide, say
 
 CHANGES = "change the config of all points: train.steps=100 ..."
@@ -50,7 +51,7 @@ def _sweep(options) -> None:
         _print_commands(options, sweep, look_up(sweep, options.retry))
         return
     _check_processes(options, sweep)
-    _check_plot()
+    check_matplotlib("a sweep, which draws its result,")
     with run_lock(sweep.folder):
         _run(options, sweep, look_up(sweep, options.retry))
 
@@ -72,13 +73,6 @@ def _check_processes(options, sweep) -> None:
             point.config.accumulation(point.config.data_parallel(count))
         except UserError as error:
             raise UserError(f"point {point.name}: {error}") from None
-
-
-def _check_plot() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("a sweep draws its result with matplotlib: pip install matplotlib") from None
 
 
 def _place(options, sweep):

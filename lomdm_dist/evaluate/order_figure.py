@@ -9,14 +9,12 @@ NAMES = {"A_hatA": "A, hatA", "A_confidence": "A, confidence", "hatA_confidence"
 
 def draw(result: dict, path: Path) -> None:
     """Correlations by time, parts of speech early and late, exponents by frequency; of what there is."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = [_correlations] if "correlations" not in result["missing"] else []
     panels += [_speech] if result["speech"] else []
     panels += [_frequency] if result["exponent_by_frequency"] else []
     figure = Figure(figsize=(4.6 * max(1, len(panels)), 3.8), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
         axes.spines[["top", "right"]].set_visible(False)

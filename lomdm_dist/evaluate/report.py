@@ -15,7 +15,7 @@ from pathlib import Path
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate import paper
-from lomdm_dist.files import check_writable, write_atomically, write_figure
+from lomdm_dist.files import check_matplotlib, check_writable, write_atomically, write_figure
 
 EVALUATIONS = {  # what a report has, and what makes it: the command for a run, and the file
     "ppl": ("lomdm eval ppl --checkpoint {run} --data {valid} --draws 8", "ppl"),
@@ -320,23 +320,19 @@ def _mean(found: dict | None) -> str:
 
 def draw_curves(metrics: list[dict], out: Path) -> list[tuple[str, str]]:
     """Pictures of the learning, drawn in OUT: name and caption of each. UserError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("eval report draws with matplotlib: pip install matplotlib") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    check_matplotlib("eval report")
+    from matplotlib.figure import Figure
 
     found = []
     for name, caption, curves in _figures(metrics):
-        figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        axes = figure.subplots()
         for label, rows, style in curves:
             axes.plot(*zip(*rows, strict=True), label=label, **style)
         axes.set(xlabel="step")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
         write_figure(figure, out / name, dpi=120)
-        pyplot.close(figure)
         found.append((name, caption))
     return found
 

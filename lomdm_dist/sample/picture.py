@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_figure
 
 COLUMNS, ROW, LETTER = 60, 0.25, 0.086  # letters a line; inches, of a 10-point monospaced font
@@ -13,32 +12,16 @@ INK, SOFT, LINE = "#1d1f23", "#5c6068", "#e2dfd8"
 MODEL_LOOKS = (("#2f63b8", "-"), ("#b4470f", "--"), ("#2c7a4b", ":"), ("#8a3f9e", "-."))
 
 
-def check_matplotlib() -> None:
-    """Raises UserError where there is none."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("a PNG needs matplotlib: pip install matplotlib") from None
-
-
 def draw(models: list[dict], title: str, path: Path) -> None:
     """The trajectories of `trajectory.trajectory`, beside one another, and how many tokens each had when."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     texts = [_lines(model["samples"][0]["pieces"]) for model in models]
     rows = max(max(line for line, _, _ in places) + 1 for places in texts)
     height = [rows * ROW, 1.1]
-    figure, axes = pyplot.subplots(
-        2,
-        len(models),
-        figsize=(len(models) * (COLUMNS * LETTER + 0.4) + 0.4, sum(height) + 2.3),
-        height_ratios=height,
-        squeeze=False,
-        layout="constrained",
-    )
+    size = len(models) * (COLUMNS * LETTER + 0.4) + 0.4, sum(height) + 2.3
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(2, len(models), height_ratios=height, squeeze=False)
     title = f"First of {title}" if len(models[0]["samples"]) > 1 else title
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     for axis, model, places in zip(axes[0], models, texts, strict=True):
@@ -51,7 +34,6 @@ def draw(models: list[dict], title: str, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # of a script that the font lacks: a box is drawn
         write_figure(figure, path, dpi=130)
-    pyplot.close(figure)
 
 
 def _lines(pieces: list[str]) -> list[tuple[int, int, str]]:

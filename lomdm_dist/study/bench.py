@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import check_writable, write_figure
+from lomdm_dist.files import write_figure
 from lomdm_dist.model import LoMDM, backbone
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
@@ -289,27 +289,13 @@ def as_markdown(result: dict) -> str:
     return "\n".join(lines)
 
 
-def check_plot(path: Path) -> None:
-    """Raises UserError where a plot cannot be drawn there."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError("a plot needs matplotlib: pip install matplotlib") from None
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:] not in kinds:
-        raise UserError(f"--plot {path}: the name must end in one of .{', .'.join(sorted(kinds))}")
-    check_writable(path)
-
-
 def draw(result: dict, path: Path) -> None:
     """Bars of seconds and of kept bytes."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     rows = result["rows"][::-1]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.35 * len(rows) + 1.5), sharey=True)
+    figure = Figure(figsize=(11, 0.35 * len(rows) + 1.5))
+    left, right = figure.subplots(1, 2, sharey=True)
     names = [row["name"] for row in rows]
     left.barh(names, [row["seconds"] for row in rows], xerr=[row["spread"] for row in rows], color="tab:blue")
     left.plot([result["floor"]["seconds"][name] for name in names], names, "k|", label="at the matmul rate")

@@ -225,12 +225,10 @@ def without_plan(result: dict) -> list[str]:
 
 def draw(result: dict, path: Path) -> None:
     """Tokens/s and MFU by the number of GPUs; a colour says what limits a point."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=130)
-    FigureCanvasAgg(figure)
     speed, mfu = figure.subplots(1, 2)
     named = []
     for kind, style in ((WEAK, "--"), (STRONG, "-")):

@@ -20,7 +20,6 @@ WIDTH, HEIGHT = 4.6, 3.8
 @WILD
 def draw(fits: dict[str, Fits], path: Path) -> None:
     """Best losses, best sizes, residuals, the parabolas of each objective, and gains over the first."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = [_losses, _sizes, _residuals] if any(one.surface for one in fits.values()) else [_losses, _sizes]
@@ -29,7 +28,6 @@ def draw(fits: dict[str, Fits], path: Path) -> None:
     panels += [_gains] if any(base & one for one in others) else []
     columns = (len(panels) + 1) // 2
     figure = Figure(figsize=(WIDTH * columns, HEIGHT * 2), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(2, columns, number)
         axes.spines[["top", "right"]].set_visible(False)

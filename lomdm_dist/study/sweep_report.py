@@ -114,11 +114,9 @@ def as_markdown(sweep: Sweep, records: list[Record]) -> str:
 
 def draw(sweep: Sweep, records: list[Record], path: Path) -> None:
     """The final bound by the sweep's x, a line for each combination of the other axes; and its way there."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     final, curves = figure.subplots(1, 2)
     for axes in (final, curves):
         axes.spines[["top", "right"]].set_visible(False)

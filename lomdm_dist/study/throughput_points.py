@@ -206,14 +206,12 @@ def _lost(row: dict) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Tokens a second over ranks, beside ideal scaling; below, the seconds of each row's step by part."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     good = [row for row in rows if not row["error"]]
     bars = 0.45 * len(good) + 1
-    figure, (above, below) = pyplot.subplots(2, figsize=(9, 4.5 + bars), height_ratios=(3, bars))
+    figure = Figure(figsize=(9, 4.5 + bars))
+    above, below = figure.subplots(2, height_ratios=(3, bars))
     _draw_speeds(above, good)
     _draw_parts(below, good)
     figure.tight_layout()
@@ -236,10 +234,10 @@ def _draw_speeds(axes, rows: list[dict]) -> None:
 
 
 def _draw_parts(axes, rows: list[dict]) -> None:
-    from matplotlib import pyplot
+    from matplotlib import colormaps
 
     names, start = [_short(row["name"]) for row in rows], [0.0] * len(rows)
-    for part, colour in zip((*PHASES, OTHER), pyplot.get_cmap("tab10").colors, strict=True):
+    for part, colour in zip((*PHASES, OTHER), colormaps["tab10"].colors, strict=True):
         seconds = [row["phases"].get(part, 0.0) for row in rows]
         if any(seconds):
             axes.barh(names, seconds, left=start, color=colour, label=part)

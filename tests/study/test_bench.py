@@ -73,7 +73,7 @@ def test_the_floors_of_the_paper_s_model():
         (["--rows", "nothing"], "no row is called 'nothing'; there are 'lomdm', 'lomdm, joint'"),
         (["objective={name: mdlm}"], "objective.name is mdlm"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
-        (["--plot", "step.foo"], "--plot step.foo: the name must end in one of .avif"),
+        (["--plot", "step.foo"], "--plot step.foo: the name must end in .png, .pdf, .svg"),
         (["model.heads=2", "parallel.tensor_parallel=2"], "parallel.tensor_parallel is 2"),
     ],
 )
