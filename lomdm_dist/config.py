@@ -697,7 +697,7 @@ def read_values(path: Path, kind: str = "config", keys: str = "model:, data:, tr
 
 
 def make_config(values: dict, overrides: list[str] | tuple[str, ...], source: str | Path) -> Config:
-    """Of plain values, changed by `overrides`; `source` says in a UserError where they are from."""
+    """A Config of plain values, changed by `overrides`; a UserError names `source`, where they are from."""
     _switch_objective(values, overrides)
     changed = [_apply(values, override) for override in overrides]
     try:

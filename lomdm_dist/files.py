@@ -50,7 +50,7 @@ def check_matplotlib(what: str) -> None:
 
 
 def check_figure(path: Path) -> None:
-    """Of `--plot`, before the work: can the figure be drawn and written? UserError."""
+    """Before the work: can the figure that `--plot` names be drawn and written? UserError."""
     check_matplotlib("--plot")
     if path.suffix not in FIGURES:
         raise UserError(f"--plot {path}: the name must end in {', '.join(FIGURES)}")

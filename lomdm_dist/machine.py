@@ -96,7 +96,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """Of the checkout that this code runs from, with a + where files of it were changed; "" of a package."""
+    """The commit of the checkout that this code runs from, with a + where files were changed; else ""."""
     folder = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str:

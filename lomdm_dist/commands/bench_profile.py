@@ -45,7 +45,7 @@ def _traces(path: Path) -> list[Path]:
 
 
 def _config(path: Path) -> dict:
-    """Of the run that was traced, where it is known."""
+    """The config of the run that was traced, where it is known."""
     from lomdm_dist.config import load_config
 
     files = [folder / "config.yaml" for folder in (path, *path.resolve().parents[:2])]

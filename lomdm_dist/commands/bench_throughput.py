@@ -57,7 +57,7 @@ def _bench_throughput(options) -> None:
 
 
 def _say_first(text: str) -> None:
-    """Of the processes of a launcher the first one says it."""
+    """Say it once: under a launcher the first process does."""
     if os.environ.get("RANK", "0") == "0":
         say(text)
 

@@ -172,7 +172,7 @@ def _say(config, samples, texts: list[str]) -> None:
 
 
 def _settings(config) -> str:
-    """Of the sampler, where they are not the usual."""
+    """The sampler's settings that are not the usual ones."""
     return "".join(f", {k}={v}" for k, v in config.sampler.model_dump(exclude_defaults=True).items())
 
 

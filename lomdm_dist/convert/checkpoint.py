@@ -75,7 +75,7 @@ class Contents:
         return {name: (folder / name).stat().st_size for name in [*checkpoint_files(folder), STATE]}
 
     def table(self) -> list[dict]:
-        """Of each parameter its name, its shape as saved, and how many pieces each kind of it has.
+        """The name of each parameter, its shape as saved, and how many pieces each kind of it has.
 
         In the order of the model; what is not of it comes last.
         """

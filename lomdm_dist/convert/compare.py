@@ -17,7 +17,7 @@ TIMES = (0.1, 0.5, 0.9)
 
 
 def outputs_of_checkpoint(checkpoint: Checkpoint, weights: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of one random batch the logits, both exponents and the bound, by name, in float32 arithmetic.
+    """The logits of one random batch, both exponents and the bound, by name, in float32 arithmetic.
 
     With the weights as rounded to dtype; how far that moves the logits is "rounding".
     """

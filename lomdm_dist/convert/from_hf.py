@@ -180,7 +180,7 @@ def _check_tokenizer(tokenizer, vocab_size: int, mask_id: int, source: Path) -> 
 
 
 def _checked_shapes(found: Found, config: Config, source: Path) -> dict[str, tuple[int, ...]]:
-    """Of the parameters as a checkpoint has them. UserError where the source has others."""
+    """The shapes of the parameters, named as in a checkpoint. UserError where the source has others."""
     shapes, wrong = parameter_shapes(config), []
     theirs = found.kinds["raw"].shapes
     say = str if found.layout == "lomdm" else their_name

@@ -107,7 +107,7 @@ def _data(checkpoint: Checkpoint) -> str:
 
 
 def _manifests(checkpoint: Checkpoint) -> list[Manifest]:
-    """Of the very data that the checkpoint was trained on; none where they are elsewhere, or others now."""
+    """The manifests of the very data of the training; none where they are gone, or others now."""
     config = checkpoint.config
     if not all(Path(source.path).is_dir() for source in config.data.train):
         return []

@@ -141,7 +141,7 @@ def _averages(raw: Weights, shadows: list[Tensor], source) -> Weights:
 
 
 def _sizes(shapes: dict[str, tuple], facts: dict, source) -> dict:
-    """Of the model, by shapes; config.json must not say otherwise."""
+    """The model's sizes, read off its shapes; config.json must not say otherwise."""
     vocab_size, width = _two(shapes, "vocab_embed.embedding", source)
     numbers = {found[1] for name in shapes if (found := re.match(r"backbone\.blocks\.(\d+)\.", name))}
     sizes = {"vocab_size": vocab_size, "width": width, "blocks": len(numbers)}

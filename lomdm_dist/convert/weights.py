@@ -28,7 +28,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """Of a folder in Hugging Face's form, in one file or several, or of a single file. Raises UserError."""
+    """The weights of a folder in Hugging Face's form, one file or several, or of a single file. UserError."""
     if path.is_file():
         return _open_file(path)
     for name in ONE_FILE:

@@ -107,7 +107,7 @@ class SourceOrder:
         return _shard_order(self, epoch)[window * self.window : (window + 1) * self.window]
 
     def _index(self, shards: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """Of the sequences of `shards`, one shard after the other, those numbered `inside`."""
+        """The numbers of those sequences that are `inside`, counted through `shards` one after the other."""
         if len(shards) == len(self.shard_sizes):
             return inside
         ends = np.cumsum(self.shard_sizes[shards])

@@ -333,7 +333,7 @@ def _read_splits(request: Request, files: Files, meter: Meter, in_all: int | Non
 
 
 def _read_whole(request: Request, files: Files, meter: Meter) -> Iterator[str]:
-    """Of a recipe whose validation split is the end of the one data set."""
+    """The texts of a recipe whose validation split is the end of the one data set."""
     split = request.splits[0]
     return read(request.recipe, split, files.get(split), meter)
 

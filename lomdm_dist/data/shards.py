@@ -73,7 +73,7 @@ class Index(BaseModel):
 
     @classmethod
     def of(cls, length: int, dtype: np.dtype) -> "Index":
-        """Of the shards that ShardWriter writes: tar header, npy header, rows, and so on."""
+        """The index of the shards that ShardWriter writes: tar header, npy header, rows, and so on."""
         row = length * dtype.itemsize
         member = TAR_BLOCK + _whole_blocks(NPY_HEADER + SEQUENCES_A_MEMBER * row)
         return cls(
@@ -463,7 +463,7 @@ def unpack(rows: Tensor, pad_id: int | None, device) -> tuple[Tensor, Tensor | N
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a local folder. Raises UserError where it is not a shard folder."""
+    """The manifest of a local folder. Raises UserError where it is not a shard folder."""
     return _parse_manifest(Store(str(folder), Access()))
 
 

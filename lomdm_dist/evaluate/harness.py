@@ -294,7 +294,7 @@ def _most_probable(model, features: Tensor, condition) -> tuple[Tensor, Tensor]:
 
 
 def noise_key(seed: int, request, number: int = 0) -> int:
-    """Of the noise of a request: the same for the candidates of one document of a task. 40 bits."""
+    """The key of a request's noise: one for all candidates of a document of a task. 40 bits."""
     text = f"{seed}\0{request.task_name}\0{request.doc_id}\0{number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
 

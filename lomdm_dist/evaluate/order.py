@@ -133,7 +133,7 @@ def sequence_correlations(model, x: Tensor, valid: Tensor | None, noise) -> Tens
 
 
 def pearson(a: Tensor, b: Tensor, where: Tensor) -> Tensor:
-    """Of the positions of each row that `where` picks, [B, L] -> [B], float64.
+    """Pearson's correlation over the positions of each row that `where` picks: [B, L] -> [B], float64.
 
     nan where they are fewer than `FEWEST`, or all have one value.
     """
@@ -233,7 +233,7 @@ def speech_shares(classes: list[list[str]], revealed_at: Tensor, steps: int) -> 
 
 
 def mean(values: Tensor) -> Mean:
-    """Of [N], nan left out; the standard error of one value is nan."""
+    """The mean of [N], nan left out, and its standard error, which is nan of one value."""
     values = values[~values.isnan()].double()
     n = len(values)
     error = float(values.std()) / math.sqrt(n) if n > 1 else math.nan

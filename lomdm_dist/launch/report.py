@@ -58,7 +58,7 @@ def look(question: dict) -> dict:
 
 
 def package_hash() -> str:
-    """Of the names and contents of the package's own files."""
+    """A hash of the names and contents of the package's own files."""
     root = Path(lomdm_dist.__file__).parent
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     lines = [f"{name} {sha256(root / name)}" for name in files]

@@ -165,7 +165,7 @@ def _over_chunks(
 
 
 def _row_terms(logits, targets, weights, value_weights, known, never, group, wants_gradient):
-    """Of a chunk of rows: CE, log p at its largest, E, the gradient of the sum by the logits and by `known`.
+    """CE, log p at its largest, E, the gradient of the sum by the logits and by `known`, of a chunk of rows.
 
     logits [n, part] are overwritten where they are float32. targets count from this part's first row.
     """

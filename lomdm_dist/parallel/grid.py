@@ -98,7 +98,7 @@ class Grid:
         return bool(of_all)
 
     def data_mesh(self, shard_group: int | None) -> DeviceMesh:
-        """Of the data-parallel ranks; two-dimensional where only `shard_group` of them share one copy."""
+        """The mesh of the data-parallel ranks; two-dimensional where only `shard_group` share one copy."""
         shards = shard_group or self.data_size
         shape = (self.data_size // shards, shards, self.tensor_size)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards", "tensor"))

@@ -35,7 +35,7 @@ class Layout:
 
 
 def whole_layouts(model: nn.Module) -> dict[str, Layout]:
-    """Of a model that is not split, by name."""
+    """The layout of each parameter of a model that is not split, by name."""
     layouts = {}
     for name, parameter in model.named_parameters():
         rows, *columns = parameter.shape

@@ -50,7 +50,7 @@ def clip_gradients(gradients: list[Tensor], norm: float, clip: float) -> None:
 
 
 def gradients_by_group(optimizer: torch.optim.AdamW, model: nn.Module, layouts: dict) -> list[list]:
-    """Of each parameter group: gradients, and whether each is split over the tensor-parallel ranks."""
+    """The gradients of each parameter group, and whether each is split over the tensor-parallel ranks."""
     is_split = {p: layouts[name].dim is not None for name, p in model.named_parameters()}
     return [
         [(p.grad, is_split[p]) for p in group["params"] if p.grad is not None]
@@ -59,7 +59,7 @@ def gradients_by_group(optimizer: torch.optim.AdamW, model: nn.Module, layouts: 
 
 
 def gradient_norms(groups: list[list[tuple[Tensor, bool]]], grid: Grid, shards=None) -> list[float]:
-    """Of each parameter group, over all ranks.
+    """The norm of each parameter group's gradient, over all ranks.
 
     groups: (what this rank has of a gradient, whether it is split over the tensor-parallel ranks); shards:
     the group over which the data-parallel ranks have shared them out, None where each has all.

@@ -121,7 +121,7 @@ class DeepSpeed:
         return noted
 
     def _norms(self) -> list[float]:
-        """Of each parameter group's gradient, which is applied now or was last; inf where it is no number."""
+        """The norm of each parameter group's gradient, applied now or last; inf where it is no number."""
         if self.norms is None:
             zero = self.engine.optimizer
             if self.stage and not 0 <= float(zero._global_grad_norm) < math.inf:

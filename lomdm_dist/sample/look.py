@@ -42,7 +42,7 @@ class Look:
             self.reverse = PowerSchedule(scatter(self.masked, means))
 
     def logits(self, positions: Tensor) -> Tensor:
-        """Of some of the masked positions [B, L] bool: [N, V], float64, -inf where a token is never drawn."""
+        """Logits [N, V] of some masked positions [B, L] bool: float64, -inf where a token is never drawn."""
         return self._project(positions) if self._kept is None else self._kept[positions[self.masked]]
 
     def _project(self, positions: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Look:
         return scatter(self.masked, torch.cat(largest))
 
     def exponents(self) -> Tensor | None:
-        """Of the reverse schedule, [B, L] float64; None where it has none."""
+        """The exponents of the reverse schedule, [B, L] float64; None where it has none."""
         if not isinstance(self.reverse, PowerSchedule):
             return None
         return self.reverse.exponent.expand(self.z.shape)

@@ -45,7 +45,7 @@ class Case:
 
 @dataclass
 class Row:
-    """Of forward and backward: flops counted by torch; bytes that autograd keeps at its peak."""
+    """Forward and backward of one case: flops counted by torch; bytes that autograd keeps at its peak."""
 
     name: str
     seconds: float
@@ -201,7 +201,7 @@ def _changed(config: Config, case: Case, sequences: int) -> Config:
 
 
 def _model_flops(config: Config, case: Case, sequences: int) -> float:
-    """Of one masked sequence through the denoiser: what it needs, expected over the masks."""
+    """FLOPs that one masked sequence needs in the denoiser, expected over the masks."""
     changed = _changed(config, case, sequences)
     flops = step_flops_a_sequence(changed, every_position=changed.kernels.loss == "plain")
     return flops / changed.objective.samples

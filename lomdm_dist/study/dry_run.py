@@ -180,7 +180,7 @@ class _Run:
         }
 
     def _shapes(self) -> dict[str, dict]:
-        """Of each parameter: the whole, a tensor-parallel rank's part, the elements of this rank's master."""
+        """Each parameter's shape, that of a tensor-parallel rank's part, the size of this rank's master."""
         masters = {piece.name: len(piece.master) for piece in self.engine.pieces}
         return {
             name: {"whole": layout.shape, "tensor_rank": layout.held, "masters": masters.get(name, 0)}
@@ -240,7 +240,7 @@ def _gradients(engine) -> list[Tensor]:
 
 
 def _part(held: Held) -> str:
-    """Of the planner's parts of memory."""
+    """Which of the planner's parts of memory it belongs to."""
     if held.part:
         return held.part
     if held.maker == "engine":

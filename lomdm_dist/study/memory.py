@@ -58,7 +58,7 @@ class Parameters:
         )
 
     def shapes(self, ranks: int) -> dict[str, tuple[int, ...]]:
-        """Of what one of so many tensor-parallel ranks has, by name, padding included."""
+        """The shapes of what one of so many tensor-parallel ranks has, by name, padding included."""
         if ranks not in self._of_ranks:  # a planner asks for each of its candidates
             self._of_ranks[ranks] = {name: _part(name, shape, ranks) for name, shape in self._shapes.items()}
         return self._of_ranks[ranks]
@@ -73,7 +73,7 @@ def _part(name: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def network_bytes(config: Config) -> int:
-    """Of one number that the network computes with."""
+    """The size of one number that the network computes with."""
     return 2 if config.train.precision == "bf16" else 4
 
 
@@ -142,7 +142,7 @@ def _loss_chunk(config: Config, chunk: int) -> float:
 
 
 def _tokens(config: Config) -> int:
-    """Of one pass."""
+    """The tokens of one pass."""
     samples = max(1, config.objective.samples) if config.train.two_samples == "joint" else 1
     return samples * config.train.micro_batch * config.model.length
 

@@ -326,7 +326,7 @@ def undivided(best: Plan, plans: list[Plan]) -> list[str]:
 
 
 def _neighbours(best: Plan, others: dict[int, list[Plan]]) -> dict[int, list[Plan]]:
-    """Of the other micro-batches on the same grid the next smaller and the next larger."""
+    """The plans of the next smaller and the next larger micro-batch on the same grid."""
     grid, micro = best.config.parallel.tensor_parallel, best.config.train.micro_batch
     same = {m: [p for p in those if p.config.parallel.tensor_parallel == grid] for m, those in others.items()}
     sizes = [m for m, those in same.items() if those]

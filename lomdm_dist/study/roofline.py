@@ -78,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step; `by` has the same by what takes them (RESOURCES)."""
+    """The seconds of a step; `by` has the same by what takes them (RESOURCES)."""
 
     compute: float  # forward and backward of all micro-batches
     update: float  # clipping, AdamW, EMA

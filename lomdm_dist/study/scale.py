@@ -50,7 +50,7 @@ class Point:
 
 
 def counts(text: str) -> list[int]:
-    """Of GPUs: "8,24,64", or "1..4096", the powers of two of it and its ends. Raises UserError."""
+    """Numbers of GPUs: "8,24,64", or "1..4096", its powers of two and its ends. Raises UserError."""
     try:
         if ".." in text:
             first, last = (int(part) for part in text.split(".."))

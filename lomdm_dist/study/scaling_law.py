@@ -223,7 +223,7 @@ def _log_sum(theta: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gradient(shares: np.ndarray, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Of log loss in theta, [R, n, 1 + 2k]."""
+    """The gradient of log loss in theta, [R, n, 1 + 2k]."""
     k = x.shape[1]
     return np.concatenate([shares, -shares[..., 1:] * np.exp(theta[:, None, 1 + k :]) * x], axis=2)
 
@@ -396,7 +396,7 @@ def _kept(coefficients: np.ndarray, x: np.ndarray, budget: np.ndarray) -> np.nda
 def _law_of_minima(
     coefficients: np.ndarray, log_c: np.ndarray, centre: np.ndarray, start: np.ndarray | None = None
 ) -> tuple[Frontier, np.ndarray, np.ndarray]:
-    """Of coefficients [R, K, 3]: the frontier, its parameters [R, 3] for a later start, the power law [R].
+    """The frontier of coefficients [R, K, 3], its parameters [R, 3] for a later start, the power law [R].
 
     nan where a draw has a parabola without a minimum.
     """

@@ -66,7 +66,7 @@ class Fits:
 def fit_all(
     by_objective: dict[str, list[Training]], draws: int, seed: int, since: float | None, bins: int | None
 ) -> dict[str, Fits]:
-    """Of each objective. Draws are independent: of one seed, the luck of two would cancel in the gain."""
+    """The fits of each objective. Their draws are independent, else luck would cancel in the gain."""
     return {
         name: fit(those, draws, [seed, number], since, bins)
         for number, (name, those) in enumerate(by_objective.items())
@@ -185,7 +185,7 @@ def interval(value, draws) -> dict:
 
 @WILD
 def describe(fits: Fits, trainings: list[Training]) -> dict:
-    """Of one objective, for the JSON file."""
+    """The fits of one objective, for the JSON file."""
     points = fits.points
     measured = all(training.flops_per_token is not None for training in trainings)
     return {

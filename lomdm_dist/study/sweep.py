@@ -88,7 +88,7 @@ class Point:
 
     @cached_property
     def identity(self) -> str:
-        """Of the config but for its folder: a point that failed is tried again when this has changed."""
+        """A hash of the config but for its folder: a point that failed is tried again when it has changed."""
         values = self.config.as_dict()
         del values["train"]["run"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
@@ -294,7 +294,7 @@ def _keys(text: str) -> set[str]:
 
 
 def _changed(text: str, taken: dict[str, str]) -> set[str]:
-    """Of the taken keys, what an override would change; a whole section replaces all that is in it."""
+    """The taken keys that an override would change; a whole section replaces all that is in it."""
     name, equals, _ = text.partition("=")
     inside = {key for key in taken if equals and key.startswith(f"{name}.")}
     return inside | (_keys(text) & taken.keys())
@@ -405,7 +405,7 @@ def _differences(wanted: Config, trained: Config) -> list[str]:
 
 
 def objects(lines: str) -> list[dict]:
-    """Of metrics.jsonl; a line that is cut, as the last of a running training may be, is left out."""
+    """The rows of metrics.jsonl; a line that is cut, as a running training's last may be, is left out."""
     found = []
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):
@@ -414,7 +414,7 @@ def objects(lines: str) -> list[dict]:
 
 
 def flops_per_token(config: Config) -> float:
-    """Of a training step, forward and backward, a clean token."""
+    """FLOPs of a training step, forward and backward, a clean token."""
     return step_flops_a_sequence(config) / config.model.length
 
 

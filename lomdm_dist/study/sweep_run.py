@@ -97,7 +97,7 @@ def _read_points(path: Path) -> dict[str, dict]:
 
 
 def _finish(record: Record) -> None:
-    """Of a training that has done its steps."""
+    """Note the result of a training that has done its steps."""
     try:
         record.status, record.result = DONE, result_of(record.point)
     except Diverged as error:

@@ -136,7 +136,7 @@ def _run(point: Point, path: str, data: str, steps: int, warmup: int) -> dict:
 
 
 def _why(done: subprocess.CompletedProcess) -> str:
-    """Of all that processes and launcher say, the line that tells."""
+    """The line that tells, of all that processes and launcher say."""
     lines = done.stderr.splitlines()
     for pattern in (
         r"(?:.*: )?error: (.*)",

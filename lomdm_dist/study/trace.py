@@ -173,7 +173,7 @@ def _correlation(event: dict) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Of an operation or a kernel."""
+    """What kind an operation or a kernel is of."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "pointwise")
 
 

@@ -44,7 +44,7 @@ class Collective:
 def traffic(
     config: Config, parameters: Parameters, data_parallel: int, rows: float | None = None
 ) -> list[Collective]:
-    """Of one optimiser step, without those of one rank. bfloat16 counts 2 bytes, float32 4.
+    """The collectives of an optimiser step, but those of one rank. bfloat16 counts 2 bytes, float32 4.
 
     rows: positions that this rank projects onto the vocabulary in the step; by default those expected.
     """
@@ -150,7 +150,7 @@ def _fsdp2(config: Config, parameters: Parameters, ranks: int) -> Iterator[Colle
 
 
 def _norms(config: Config, ranks: int) -> Iterator[Collective]:
-    """Of each parameter group's gradient, over who has shared it out and over the tensor-parallel ranks."""
+    """Those of each parameter group's norm, over who shares the gradient and the tensor-parallel ranks."""
     groups, parallel = 1 + (config.objective.name == "lomdm"), config.parallel
     bf16, stage = config.train.precision == "bf16", parallel.zero_stage
     ours = 1, 8 * groups
@@ -169,7 +169,7 @@ def _norms(config: Config, ranks: int) -> Iterator[Collective]:
 
 
 def _sum(*parts: tuple[int, int]) -> tuple[int, int]:
-    """Of (calls, elements)."""
+    """The sum of (calls, elements)."""
     return sum(calls for calls, _ in parts), sum(elements for _, elements in parts)
 
 

@@ -49,7 +49,7 @@ def _filled(counts: tuple[int, Counter], sizes: dict[str, int], ranks: int) -> t
 
 @cache
 def _followed(rounds: tuple, sizes: tuple, accumulation: int) -> tuple[int, Counter]:
-    """Of two steps: all-gathers, and how often each parameter is in one."""
+    """The all-gathers of two steps, and how often each parameter is in one."""
     coordinator = _Coordinator(dict(sizes))
     for step in range(4):
         if step == 2:

@@ -82,7 +82,7 @@ def first_bad_gradient(model: nn.Module) -> Iterator[list[str]]:
 
 
 def first_bad_weight(pieces) -> str | None:
-    """Of the master weights that live on this rank."""
+    """The first name whose master weights on this rank hold a number that is not finite."""
     return next((piece.name for piece in pieces if not piece.master.isfinite().all()), None)
 
 

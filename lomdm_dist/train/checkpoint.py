@@ -131,7 +131,7 @@ class _InBoxes(Tensor):
         return here
 
     def size(self, *_):
-        """Of the whole parameter: DCP compares it with what was saved."""
+        """That of the whole parameter: DCP compares it with what was saved."""
         return self.whole
 
     def __create_chunk_list__(self):
@@ -176,7 +176,7 @@ def _in_boxes(piece: Piece, tensor: Tensor, flat: bool) -> Tensor:
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of a config's model, by name, as format 2 has them."""
+    """The shapes of a config's parameters, by name, as format 2 has them."""
     return {name: layout.shape for name, layout in whole_layouts(_model_without_memory(config)).items()}
 
 
@@ -303,7 +303,7 @@ class Checkpoint:
         return model.eval()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters of the config's model, by name, as format 2 has them."""
+        """The shapes of the config's parameters, by name, as format 2 has them."""
         return parameter_shapes(self.config)
 
     def check_fits(self, wanted: dict[str, int], kind: str) -> None:

@@ -46,7 +46,7 @@ def memory_gib() -> float:
 
 
 class Stopwatch:
-    """Of what a device computes, without waiting for it; runs from its making."""
+    """Times what a device computes, without waiting for it; runs from its making."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"

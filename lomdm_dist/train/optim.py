@@ -30,7 +30,7 @@ def make_optimizer(model: LoMDM, config: OptimConfig, fused: bool | None = None)
 
 
 def learning_rates(config: OptimConfig, step: int) -> list[float]:
-    """Of backbone and heads in step 0, 1, ...: linear warm-up, then constant."""
+    """The rates of backbone and heads in step 0, 1, ...: linear warm-up, then constant."""
     rates = (config.learning_rate, config.warmup_steps), (config.heads_learning_rate, config.heads_warmup)
     return [rate * min(1.0, (step + 1) / (steps + 1)) for rate, steps in rates]
 

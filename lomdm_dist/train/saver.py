@@ -151,7 +151,7 @@ def _check_finite(state: dict) -> None:
 
 
 def _checksums(partial: Path) -> dict[str, str]:
-    """Of this rank's share of the files."""
+    """The checksums of this rank's share of the files."""
     return {name: sha256(partial / name) for name in share_of(checkpoint_files(partial))}
 
 
