@@ -9,6 +9,7 @@ import numpy as np
 from scipy import stats
 
 from lomdm_dist.files import write_figure
+from lomdm_dist.tables import markdown
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
@@ -54,8 +55,7 @@ def said(values: list[float | None], digits: int = 4) -> str:
 
 
 def table(names: tuple[str, ...], rows: list[list]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+    return "\n".join(markdown(names, rows))
 
 
 def less(value: float | None, other: float | None) -> float | None:

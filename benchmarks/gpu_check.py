@@ -28,6 +28,7 @@ from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.study import bench
 from lomdm_dist.study.plan import device_here, plan
+from lomdm_dist.tables import markdown
 from lomdm_dist.train.step import backpropagate, draw_noise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,11 +281,8 @@ def as_markdown(result: dict, failed: list[str], seconds: dict[str, float]) -> s
 
 
 def _table(rows: list[dict]) -> str:
-    lines = [f"| {' | '.join(rows[0])} |", "|---" * len(rows[0]) + "|"]
-    for row in rows:
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    cells = ([f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows)
+    return "\n".join(markdown(rows[0], cells))
 
 
 def main() -> None:

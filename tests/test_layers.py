@@ -10,7 +10,7 @@ MAY_IMPORT = {
     "model": {"model", "process", "ops", "config", "errors"},
     "data": {"data", "config", "errors", "files", "secrets"},
     "parallel": {"parallel", "model", "ops", "config", "errors", "files", "machine", "secrets"},
-    "evaluate": {"evaluate", "sample", "process", "model", "data", "config", "errors", "files"},
+    "evaluate": {"evaluate", "sample", "process", "model", "data", "config", "errors", "files", "tables"},
     "study": {
         "study",
         "process",
@@ -25,6 +25,7 @@ MAY_IMPORT = {
         "files",
         "machine",
         "secrets",
+        "tables",
     },
     "sample": {"sample", "process", "model", "config", "errors", "files"},
     "launch": {"launch", "data", "config", "errors", "files", "machine"},

@@ -8,7 +8,7 @@ import html
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.evaluate import paper
 from lomdm_dist.files import check_matplotlib, check_writable, write_atomically, write_figure
+from lomdm_dist.tables import markdown
 
 EVALUATIONS = {  # what a report has, and what makes it: the command for a run, and the file
     "ppl": ("lomdm eval ppl --checkpoint {run} --data {valid} --draws 8", "ppl"),
@@ -165,9 +166,9 @@ def _ppl(results: list[dict]) -> Iterator[str]:
         rows[-1].append(result["file"])
     names = ("preset", "split", "nats a token", "ppl", "cut", "uncut", "tokens", "draws", "weights")
     names += ("objective", "file")
-    yield from _table(names, rows)
+    yield from markdown(names, rows)
     yield from ("", "Test perplexity in the paper:", "")
-    yield from _table(
+    yield from markdown(
         ("paper", *paper.TEST_SETS),
         [[name, *(_number(v, 1) for v in row)] for name, row in paper.TEST.items()],
     )
@@ -181,7 +182,7 @@ def _rule(results: list[dict]) -> Iterator[str]:
         about = result["convention"]
         rows.append([about["rule"], about["steps"], _nats(result), _number(result["ppl"], 2)])
         rows[-1].append(f"{result['tokens']:,}")
-    yield from _table(("rule", "steps", "nats a token", "ppl", "tokens"), rows)
+    yield from markdown(("rule", "steps", "nats a token", "ppl", "tokens"), rows)
 
 
 def zero_shot_table(results: list[dict]) -> Iterator[str]:
@@ -196,7 +197,7 @@ def zero_shot_table(results: list[dict]) -> Iterator[str]:
         rows.append([title, *(_number(result["sets"].get(name, {}).get("ppl"), 2) for name in names)])
         unlike[f"vocabulary {model['vocab_size']:,}, length {model['length']}"] = None
     rows += [[f"{model} (paper)", *(_number(v, 2) for v in row)] for model, row in paper.ZERO_SHOT.items()]
-    yield from _table(("", *names), rows)
+    yield from markdown(("", *names), rows)
     yield ""
     yield "The paper's models: 170M parameters, OpenWebText, GPT-2's vocabulary of 50,258, length 1024."
     for kind in unlike.keys() - {"vocabulary 50,258, length 1024"}:
@@ -215,13 +216,13 @@ def _generative(results: list[dict]) -> Iterator[str]:
         yield from (
             f"Judge {Path(str(result['convention']['judge'])).name}, {result['file']}.",
             "",
-            *_table(names, rows),
+            *markdown(names, rows),
             "",
         )
     theirs = paper.GENERATIVE
     rows = [[f"{_pace(row)} (paper)", *(_number(v, 2) for v in row["gen_ppl"])] for row in theirs["rows"]]
     yield f"Paper, judge {theirs['judge']}, {theirs['samples']} samples of {theirs['length']:,} tokens:"
-    yield from ("", *_table(("steps", *theirs["steps"]), rows))
+    yield from ("", *markdown(("steps", *theirs["steps"]), rows))
 
 
 def _objective(chosen: dict) -> str:
@@ -241,7 +242,7 @@ def _order(results: list[dict]) -> Iterator[str]:
             [time, *(_mean(pairs[pair]) for pair in pairs)] for time, pairs in result["correlations"].items()
         ]
         yield from ("Correlations over the masked positions of a text (mean over texts):", "")
-        yield from (*_table(("times", *next(iter(result["correlations"].values()))), rows), "")
+        yield from (*markdown(("times", *next(iter(result["correlations"].values()))), rows), "")
         along = result["left_to_right"]
         yield f"Left to right (Spearman, 1: from left to right): samples {_mean(along.get('samples'))}, "
         yield f"exponents {_mean(along.get('exponents'))}."
@@ -251,7 +252,7 @@ def _order(results: list[dict]) -> Iterator[str]:
                 f"Parts of speech among the tokens revealed early and late ({result['tagger']}):",
                 "",
             )
-            yield from _table(("", *CLASSES), list(_speech_rows(result)))
+            yield from markdown(("", *CLASSES), list(_speech_rows(result)))
         for name, reason in result["missing"].items():
             yield from ("", f"No {name}: {reason}.")
 
@@ -275,7 +276,7 @@ def _tasks(results: list[dict]) -> Iterator[str]:
         for name, value in found.items()
         if isinstance(value, float)
     ]
-    yield from _table(("task", "metric", "value"), rows)
+    yield from markdown(("task", "metric", "value"), rows)
 
 
 def _samples(results: list[dict]) -> Iterator[str]:
@@ -296,12 +297,6 @@ SECTIONS = {
     "tasks": ("Tasks", _tasks),
     "sample": ("Samples", _samples),
 }
-
-
-def _table(names: Iterable, rows: list[list]) -> Iterator[str]:
-    names = list(names)
-    for row in (names, ["---"] * len(names), *rows):
-        yield "| " + " | ".join(str("-" if cell is None else cell).replace("|", "\\|") for cell in row) + " |"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -28,6 +28,7 @@ from lomdm_dist.ops import compiled
 from lomdm_dist.ops.precision import wide
 from lomdm_dist.parallel.engine import Alone
 from lomdm_dist.study.activations import SavedBytes, activation_bytes
+from lomdm_dist.tables import markdown
 from lomdm_dist.train.step import backpropagate, draw_noise
 
 PLAIN = {"kernels.loss": "plain", "kernels.attention": "plain"}
@@ -264,10 +265,9 @@ def as_markdown(result: dict) -> str:
     """The rows beside LoMDM's own, then the ratios to MDLM and their floors."""
     rows, floor = result["rows"], result["floor"]
     own = rows[0]
-    lines = [
-        "| | seconds | +- | of lomdm | TFLOP | of the matmul rate | kept, MiB | of lomdm | by formula |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["", "seconds", "+-", "of lomdm", "TFLOP", "of the matmul rate"]
+    head += ["kept, MiB", "of lomdm", "by formula"]
+    measured = []
     for row in rows:
         kept = row["peak_activation_bytes"]
         cells = [row["name"], f"{row['seconds']:.3f}", f"{row['spread']:.3f}"]
@@ -275,18 +275,14 @@ def as_markdown(result: dict) -> str:
         cells += [f"{floor['seconds'][row['name']] / row['seconds']:.0%}"]
         cells += [f"{kept / 2**20:,.0f}", f"{kept / own['peak_activation_bytes']:.2f}"]
         known = floor["bytes"].get(row["name"])
-        cells += [f"{known / 2**20:,.0f}" if known else "-"]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| ratio of seconds | measured | floor | measured / floor | floor of these masks |",
-        "|---|---|---|---|---|",
-    ]
+        measured.append([*cells, f"{known / 2**20:,.0f}" if known else None])
+    ratios = []
     for name, ratio in floor["ratios"].items():
         cells = [ratio["measured"], ratio["floor"], ratio["measured"] / ratio["floor"]]
         cells += [ratio["floor_of_these_masks"]]
-        lines.append(f"| {name} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
-    return "\n".join(lines)
+        ratios.append([name, *(f"{cell:.3f}" for cell in cells)])
+    of_ratios = ("ratio of seconds", "measured", "floor", "measured / floor", "floor of these masks")
+    return "\n".join([*markdown(head, measured), "", *markdown(of_ratios, ratios)])
 
 
 def draw(result: dict, path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from lomdm_dist.errors import UserError
+from lomdm_dist.tables import markdown
 
 ABOUT = ("versions", "machine", "config", "scaling", "sequences")
 SECONDS = {"step_seconds": "peak_memory_bytes", "seconds": "peak_activation_bytes"}  # of throughput, of step
@@ -80,10 +81,8 @@ def _differences(a, b, at: str = "") -> dict[str, list]:
 
 
 def as_markdown(result: dict) -> str:
-    lines = [
-        "| | A, seconds | B, seconds | B / A | beyond the spreads | memory, B / A | most changed parts, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["", "A, seconds", "B, seconds", "B / A", "beyond the spreads", "memory, B / A"]
+    rows = []
     for row in result["rows"]:
         seconds = [f"{s:.4f} +- {d:.4f}" for s, d in zip(row["seconds"], row["spread"], strict=True)]
         parts = sorted(row.get("phases", {}).items(), key=lambda part: -abs(part[1]))[:3]
@@ -95,8 +94,8 @@ def as_markdown(result: dict) -> str:
             "yes" if row["beyond_spreads"] else "no",
             memory,
         ]
-        lines.append(f"| {' | '.join(cells)} | {', '.join(f'{name} {1e3 * s:+.1f}' for name, s in parts)} |")
-    lines.append("")
+        rows.append([*cells, ", ".join(f"{name} {1e3 * s:+.1f}" for name, s in parts)])
+    lines = [*markdown([*head, "most changed parts, ms"], rows), ""]
     for row in result["rows"]:
         lines += [f"{row['name']}: {key} {old} -> {new}" for key, (old, new) in row["differs"].items()]
     lines += [f"differs: {key} {old} -> {new}" for key, (old, new) in result["differs"].items()]

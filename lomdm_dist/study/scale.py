@@ -21,6 +21,7 @@ from lomdm_dist.study.plan import (
     choose,
     undivided,
 )
+from lomdm_dist.tables import markdown
 
 SLOWED = 1.1  # a plan this much faster that does not fit: it is memory that limits
 MOST = 1_000_000  # GPUs
@@ -178,20 +179,10 @@ def left_out() -> list[str]:
 
 def as_table(found: list[dict], price: float | None) -> list[str]:
     """Lines of markdown, of the numbers of GPUs that have a plan."""
-    head = [
-        "GPUs",
-        "batch",
-        "TP",
-        "ZeRO",
-        "micro-batch",
-        "samples",
-        "recompute",
-        "GiB",
-        "step, s",
-        "tokens/s",
-    ]
+    head = ["GPUs", "batch", "TP", "ZeRO", "micro-batch", "samples", "recompute", "GiB"]
+    head += ["step, s", "tokens/s"]
     head += ["MFU", "efficiency", "days", *(["cost, in units of --price"] if price else []), "limited by"]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    rows = []
     for row in found:
         if row["reason"]:
             continue
@@ -205,8 +196,8 @@ def as_table(found: list[dict], price: float | None) -> list[str]:
         ]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", f"{row['efficiency']:.0%}"]
         cells += [f"{row['days']:,.2f}", *([f"{row['cost']:,.0f}"] if price else []), row["limit"]]
-        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown(head, rows)
 
 
 def without_plan(result: dict) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 from lomdm_dist.files import write_atomically, write_figure
 from lomdm_dist.study.sweep import NUMBERS, Sweep
 from lomdm_dist.study.sweep_run import DONE, FAILED, Record
+from lomdm_dist.tables import markdown
 
 COLUMNS = (
     *(
@@ -82,7 +83,7 @@ def as_markdown(sweep: Sweep, records: list[Record]) -> str:
     seeds = len(records) > len(by_group(records))
     head = ["point", "parameters", "tokens", "FLOPs", "bound, nats a token", *["seeds"] * seeds, "ppl"]
     head += [*["ppl, paper"] * bool(paper), "tokens/s", "GiB", "status"]
-    lines = [head, ["---"] * len(head)]
+    rows = []
     for name, group in by_group(records).items():
         done = [record.result for record in group if record.status == DONE]
         row = [name]
@@ -92,16 +93,16 @@ def as_markdown(sweep: Sweep, records: list[Record]) -> str:
             row += [f"{done[0]['parameters']:,}", f"{done[0]['tokens']:,}", f"{done[0]['flops']:.2e}"]
             row += [f"{loss:.4f}{spread}", *[f"{len(done)} of {len(group)}"] * seeds, f"{math.exp(loss):.2f}"]
         else:
-            row += ["-"] * (5 + seeds)
-        row += [str(paper.get(name, "-"))] * bool(paper)
+            row += [None] * (5 + seeds)
+        row += [paper.get(name)] * bool(paper)
         row += (
             [f"{mean(group, 'tokens_per_second')[0]:,.0f}", f"{mean(group, 'memory_gib')[0]:.2f}"]
             if done
-            else ["-", "-"]
+            else [None, None]
         )
         row.append(", ".join(dict.fromkeys(record.status for record in group)))
-        lines.append(row)
-    text = f"# {sweep.about}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        rows.append(row)
+    text = f"# {sweep.about}\n\n" + "".join(f"{line}\n" for line in markdown(head, rows))
     text += f"\nppl, paper: {sweep.paper['label']}.\n" if paper else ""
     failed = [record for record in records if record.status == FAILED]
     text += "".join(

@@ -20,6 +20,7 @@ from lomdm_dist.files import write_figure
 from lomdm_dist.ops.phase import PHASES
 from lomdm_dist.study.plan import wanted
 from lomdm_dist.study.throughput import OTHER
+from lomdm_dist.tables import markdown
 
 NAMED = 0.05  # of the seconds that more ranks cost: a part below this is not named
 CONVENTION = {
@@ -170,29 +171,26 @@ def as_markdown(rows: list[dict]) -> str:
     good = [row for row in rows if not row["error"]]
     on_cpu = any(row["device"] == "cpu" for row in good)
     unit, scale, of = ("GFLOP/s", 1e3, "of matmul") if on_cpu else ("TFLOP/s", 1, "MFU")
-    head = f"| | batch | s a step | +- | tokens/s | a rank | efficiency | {unit} a rank | {of} | peak, GiB |"
-    lines = [head, "|---|" + 9 * "---|"]
+    head = ["", "batch", "s a step", "+-", "tokens/s", "a rank", "efficiency"]
+    head += [f"{unit} a rank", of, "peak, GiB"]
+    speeds, parts = [], []
     for row in good:
         share = row["share_of_matmul_rate"] if on_cpu else row["mfu"]
         cells = [row["name"], row["global_batch"], f"{row['step_seconds']:.4f}", f"{row['spread']:.4f}"]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second_per_gpu']:,.0f}"]
         cells += [f"{row['efficiency']:.1%}", f"{scale * row['tflops_per_gpu']:,.4g}"]
-        cells += ["-" if share is None else f"{share:.1%}", f"{row['peak_memory_bytes'] / 2**30:.2f}"]
-        lines.append(_cells(*cells))
-    lines += ["", UNITS["cpu" if on_cpu else "gpu"]]
+        cells += [None if share is None else f"{share:.1%}", f"{row['peak_memory_bytes'] / 2**30:.2f}"]
+        speeds.append(cells)
     names = [name for name in (*PHASES, OTHER) if any(name in row["phases"] for row in good)]
-    lines += ["", _cells("ms a step", *names, "sum", "sum, of the step"), "|---|" + (len(names) + 2) * "---|"]
     for row in good:
         cells = [f"{1e3 * row['phases'][name]:.1f}" if name in row["phases"] else "" for name in names]
         total = row["phases_sum"]
-        lines.append(_cells(row["name"], *cells, f"{1e3 * total:.1f}", f"{total / row['step_seconds']:.1%}"))
+        parts.append([row["name"], *cells, f"{1e3 * total:.1f}", f"{total / row['step_seconds']:.1%}"])
+    lines = [*markdown(head, speeds), "", UNITS["cpu" if on_cpu else "gpu"], ""]
+    lines += markdown(["ms a step", *names, "sum", "sum, of the step"], parts)
     lines += ["", *(_lost(row) for row in good if row["lost"])]
     lines += [f"{row['name']}: not measured: {row['error']}" for row in rows if row["error"]]
     return "\n".join(lines).rstrip()
-
-
-def _cells(*cells) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _lost(row: dict) -> str:
