@@ -1,6 +1,6 @@
 """The paper's claims on real text: trains and evaluates the rows of configs/evidence/sweep.yaml.
 
-    make evidence TEXT=wikitext2.train.txt.gz                  # one seed each, of the first eight three
+    make evidence TEXT=wikitext2.train.txt.gz                  # one seed each, of the first seven three
     make evidence TEXT=... ROWS="mdlm-s0 lomdm-s0"             # these
     python -m benchmarks.evidence speed                        # seconds a step, on a quiet machine
     python -m benchmarks.evidence keep                         # puts it into benchmarks/results/evidence.json
@@ -30,7 +30,7 @@ SWEEP, DATA = Path("configs/evidence/sweep.yaml"), Path("data/evidence")
 KEPT = ROOT / "benchmarks/results/evidence.json"
 TIMED = ("ar", "mdlm", "lomdm", "lomdm_uniform")
 # of three seeds; the others of the first
-SEEDS = (*TIMED, "no_order", "mdlm_uniform", "c_1.3_0_uniform", "c_1.3_1.25_uniform")
+SEEDS = (*TIMED, "no_order", "c_1.3_0_uniform", "c_1.3_1.25_uniform")
 LOOKED_AT = ("mdlm_long-s0", "lomdm_long-s0")  # whose order and samples are looked at
 # whose bound is taken at each c1, too: theory says that it is the same
 PACED, PACES = "no_order-s0", (0.2, 0.4, 0.7, 1.0, 1.3)
@@ -128,6 +128,8 @@ def evaluate(point: Point) -> None:
         beside = next(other for other in points() if other.name == LOOKED_AT[0])
         if is_done(beside):
             lomdm("sample", *where, "--num", 1, "--beside", beside.run, "--trajectory", picture)
+        else:
+            print(f"{picture} wants {beside.name} beside it: then call this again")
 
 
 def variants(point: Point) -> dict[str, list[str]]:
@@ -181,6 +183,12 @@ def about(point: Point) -> dict:
         "steps": train.steps,
         "global_batch": train.global_batch,
     }
+
+
+def is_of(row: dict, what: dict) -> bool:
+    """An objective may have learned keys since: they do not make another row of it."""
+    objective = {key: what["objective"].get(key) for key in row["objective"]}
+    return row | what | {"objective": objective} == row
 
 
 def row_of(point: Point) -> dict:
@@ -247,7 +255,7 @@ def keep(found: dict[str, dict]) -> None:
     if kept["rows"] and kept["data"]["splits"] != data["splits"]:
         sys.exit(f"evidence: {KEPT.name} has rows of another text; move it away to keep these")
     rows, sweep = kept["rows"] | found, {point.name: about(point) for point in points()}
-    if others := [name for name, row in rows.items() if row | sweep.get(name, {"group": None}) != row]:
+    if others := [name for name, row in rows.items() if not (name in sweep and is_of(row, sweep[name]))]:
         sys.exit(
             f"evidence: {' '.join(others)} in {KEPT.name} are no rows of {SWEEP} as it is now: run them "
             "again, or take them out"

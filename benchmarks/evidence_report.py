@@ -31,7 +31,8 @@ def report(kept: dict) -> None:
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
     print("", budgets(groups, seconds), ends(groups), sep="\n\n")
     draw_curves(groups, kept, seconds)
-    draw_order(groups)
+    if "lomdm" in groups:
+        draw_order(groups["lomdm"])
 
 
 def by_group(rows: dict[str, dict]) -> dict[str, list[dict]]:
@@ -232,7 +233,7 @@ def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, fl
     for axes, name in zip(panels, ("steps", "minutes of one core", "training FLOPs", "steps"), strict=True):
         axes.set(xlabel=name, ylabel="validation bound, nats a token")
         axes.legend(frameon=False, fontsize="small")
-    for axes in panels[1:]:
+    for axes in panels[1:3]:
         axes.set_ylim(3.4, 4.6)
     level = kept["unigram_nats"]
     panels[0].axhline(level, color="0.5", linestyle=":", linewidth=1)
@@ -241,10 +242,9 @@ def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, fl
     write_figure(figure, DOCS / "evidence_curves.png")
 
 
-def draw_order(groups: dict[str, list[dict]]) -> None:
+def draw_order(rows: list[dict]) -> None:
     """Correlations over training, and what the gradient through the order is made of."""
     figure, panels = _figure(3)
-    rows = groups["lomdm"]
     for name, place in PAIRS.items():
         steps, means, errors = average(rows, place)
         bars = [2 * error for error in errors]

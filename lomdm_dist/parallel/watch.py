@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -344,11 +345,9 @@ class Watch:
         self._silent = self._quiet(self.faults.lost_seconds)
         able = {r for r, process in self.neighbours.items() if alive(process)}.difference(self._silent)
         if self.rank == min(able):
-            saying = threading.Thread(target=self._say, args=(verdict,), daemon=True)
-            saying.start()
-            saying.join(BEAT)  # whatever it is printed to, and the run's folder, may be stuck too
+            _try_for(BEAT, self._say, verdict)
         if verdict.stacks:
-            self._write_stacks()
+            _try_for(TO_END, self._write_stacks)
         self._found.set()
 
     def _was_said(self, verdict: Verdict) -> bool:
@@ -388,6 +387,13 @@ class Watch:
             recorders = torch._C._distributed_c10d
             dump = recorders._dump_nccl_trace if torch.cuda.is_available() else recorders._dump_fr_trace
             write_atomically(self.stacks.with_suffix(".flight"), dump())
+
+
+def _try_for(seconds: float, work: Callable, *arguments) -> None:
+    """Whatever is printed to, and the run's folder, may be stuck by the very fault."""
+    trying = threading.Thread(target=work, args=arguments, daemon=True)
+    trying.start()
+    trying.join(seconds)
 
 
 def alive(process: psutil.Process) -> bool:

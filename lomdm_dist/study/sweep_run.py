@@ -33,6 +33,7 @@ LOOK_SECONDS = 0.5
 IN_USE_SECONDS = 120  # that a run which another process holds is waited for: a killed sweep's may still save
 LAST_LINES = 5  # of a failed point's output that are kept
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SAID = "stopped on request after step"  # by a training that has saved
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 
 
@@ -272,8 +273,8 @@ def _has_ended(record: Record, running: dict, asked: bool) -> bool:
     try:
         if is_done(record.point):
             _finish(record)
-        elif asked or status in (0, REQUEUE):  # torchrun makes 0 of a stop
-            record.status = STOPPED
+        elif asked or status in (0, REQUEUE) or any(STOP_SAID in line for line in training.last_lines()):
+            record.status = STOPPED  # under torchrun with 0, or with 1 after a signal to its workers
         else:
             record.status, record.error = FAILED, [*training.last_lines(), f"(status {status})"]
     except UserError as error:  # the base has changed meanwhile, or files are damaged

@@ -48,7 +48,7 @@ ORDER_SEQUENCES = 128  # of the validation, for the correlations of a learned or
 
 
 def train(config: Config, resume: str | None = None, stop_after: int | None = None) -> dict:
-    """Train to config.train.steps; returns a summary. `stop_after` stops as a signal would.
+    """Train to config.train.steps; returns a summary. `stop_after` stops as RUN/stop would.
 
     Raises UserError before any process group starts, StoppedOnRequest after saving.
     """
@@ -215,7 +215,7 @@ class Run:
             unsaved = sums["unsaved"] > 0 and self.config.faults.on_failed_save == "stop"
             stopping = not last and (sums["asked"] > 0 or done == stop_after) and not unsaved
             if stopping or last or (done % train.save_every == 0 and good and not unsaved):
-                self.save()
+                self.save(goes_on=not (stopping or last))
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
             if stopping or last or unsaved:
                 self.profile.close()
@@ -531,9 +531,9 @@ class Run:
         self.reporter.report(metrics)
         self.reporter.say(f"step {self.progress.step}  validation {bound['nll_per_token']:.4f} nats a token")
 
-    def save(self) -> None:
+    def save(self, goes_on: bool = False) -> None:
         self.watch.at(self.progress.step, SAVING)
-        self._all_fail(lambda: self.saver.save(self.engine.pieces, self.average, self.progress))
+        self._all_fail(lambda: self.saver.save(self.engine.pieces, self.average, self.progress, goes_on))
 
     def _data_facts(self) -> DataFacts:
         return DataFacts(

@@ -57,16 +57,16 @@ class Saver:
         """Whether the last save that has ended on this rank could not be written."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
-    def save(self, pieces: list[Piece], average: WeightAverage, progress: Progress) -> None:
+    def save(self, pieces: list[Piece], average: WeightAverage, progress: Progress, goes_on=False) -> None:
         """Begin to save, on all ranks; first waits for the save before this one.
 
-        UserError where that one failed and the config says stop.
+        UserError where that one failed, training would go on after this one, and the config says stop.
         """
         began = time.monotonic()
         while self._last is not None and wait([self._last], PATIENCE).not_done:
             waited = time.monotonic() - began
             self.say(f"the save before this one is not yet written: training has waited for {waited:.0f} s")
-        if self.config.faults.on_failed_save == "stop":
+        if goes_on and self.config.faults.on_failed_save == "stop":
             self.wait()
         state = engine_state(pieces, average, copy=True)
         self._last = self._thread.submit(self._write, state, progress, average.updates)
@@ -198,7 +198,10 @@ def drop_old(newest: Path, keep_last: int) -> list[Exception]:
             # of the run that saved it: one that goes on with another value does not drop what that one keeps
             keep_every = load_config(path / "config.yaml").train.keep_every
             if not (keep_every and step_of[path] % keep_every == 0):
-                shutil.rmtree(path)
+                gone = path.with_name(
+                    f".{path.name}.gone.partial"
+                )  # cut short, the next save removes the rest
+                shutil.rmtree(path.rename(gone))
         except (OSError, UserError) as problem:
             problems.append(problem)
     return problems

@@ -120,15 +120,18 @@ def test_what_a_rank_has_said_before_it_ended_is_not_said_again(tmp_path):
     assert watch._was_said(died) and not watch._was_said(other)
 
 
-def test_the_end_comes_although_the_run_s_folder_is_stuck(tmp_path):
+def test_the_end_comes_although_the_run_s_folder_is_stuck(tmp_path, monkeypatch):
     """A file server that no longer answers, which a pipe is like that nobody reads."""
+    monkeypatch.setattr("lomdm_dist.parallel.watch.TO_END", 0.5)
     os.mkfifo(tmp_path / "ended.log")
+    os.mkfifo(tmp_path / "stacks")
     watch = Watch.__new__(Watch)
+    watch.stacks = tmp_path / "stacks"
     watch.run, watch._where, watch.rank, watch.places = tmp_path, (8, "data", 0.0), 0, [("m", 1, "host")]
     watch.neighbours, watch.faults, watch.verdict = {0: psutil.Process()}, FaultsConfig(), None
     watch._one, watch._found, watch._finishing = threading.Lock(), threading.Event(), False
     watch._tell, watch._quiet = (lambda _: None), (lambda _: [])
-    watch._declare(Verdict("rank 1 has died"))
+    watch._declare(Verdict("rank 1 has died", stacks=True))
     assert watch._found.is_set() and watch.verdict.text == "rank 1 has died"
 
 

@@ -19,7 +19,7 @@ from lomdm_dist import cli
 from lomdm_dist.errors import REQUEUE, UserError
 from lomdm_dist.study import sweep_report, sweep_run
 from lomdm_dist.study.sweep import load_sweep
-from lomdm_dist.study.sweep_run import DONE, FAILED, Local, Record
+from lomdm_dist.study.sweep_run import DONE, FAILED, STOPPED, Local, Record
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import run_lock
 from tests.study import stub_training
@@ -365,10 +365,34 @@ def test_the_plot_is_to_scale_and_has_all_seeds(base, monkeypatch, values, place
     assert (final.lines[0].get_linestyle() == "-") == (places != [0, 1])
     assert len(seeds.lines) == 3 * len(places)
     assert list(seeds.lines[0].get_ydata()) == pytest.approx([3.0003, 3.0002], abs=1e-9)  # the mean
-    drawn[0].canvas.draw()
+    drawn[0].draw_without_rendering()
     for axes in (final, seeds):
         labels = [label.get_text() for label in axes.get_yticklabels()]
         assert len(set(labels)) == len(labels) and not axes.yaxis.get_offset_text().get_text()
+
+
+@pytest.mark.parametrize(
+    ("status", "line", "becomes"),
+    [
+        (0, "", STOPPED),
+        (REQUEUE, "", STOPPED),
+        (1, "stopped on request after step 4; continue with --resume auto", STOPPED),  # by torchrun's account
+        (1, "error: no", FAILED),
+    ],
+)
+def test_a_training_stopped_by_other_hands_has_not_failed(base, status, line, becomes):
+    (point,) = load_sweep(write_sweep(base, {"optim.clip": [0.5]}), []).points
+
+    class Training:
+        def status(self):
+            return status
+
+        def last_lines(self):
+            return [line, "torchrun says more"]
+
+    record, running = Record(point), {point.name: Training()}
+    assert sweep_run._has_ended(record, running, asked=False) and not running
+    assert record.status == becomes
 
 
 def test_seeds_become_a_mean_and_its_error(base, tmp_path):

@@ -7,7 +7,7 @@ import yaml
 
 from lomdm_dist.config import load_config
 from lomdm_dist.errors import UserError
-from lomdm_dist.train import fit
+from lomdm_dist.train import auto
 from lomdm_dist.train.loop import train
 from tests.distributed.runs import ROOT
 from tests.tiny import tiny_config
@@ -41,9 +41,9 @@ def test_what_the_config_says_stays(tiny_data, tmp_path):
 
 
 def test_too_little_memory_is_refused_with_the_arithmetic(tiny_data, tmp_path, monkeypatch):
-    real = fit.device_here
+    real = auto.device_here
     monkeypatch.setattr(
-        fit, "device_here", lambda processes: real(processes).__class__("cpu", memory_gib=1e-4)
+        auto, "device_here", lambda processes: real(processes).__class__("cpu", memory_gib=1e-4)
     )
     with pytest.raises(UserError, match=r"nothing fits 1 x cpu: the smallest plan, train\.micro_batch=1 "):
         train(config_of(tiny_data, tmp_path / "run", *AUTO))
