@@ -1,7 +1,9 @@
-"""Steps whose loss or gradient is no number: which rank, which parameter, which sequences."""
+"""Steps whose loss jumps or is no number: which rank, parameter and sequences; and whether to go on."""
 
 import contextlib
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,67 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lomdm_dist.config import FaultsConfig
 from lomdm_dist.data.reader import Reader, Rows
+from lomdm_dist.errors import RunFailed
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
+from lomdm_dist.train.checkpoint import LATEST
 
 FOLDER = "bad_steps"
+ROLLBACKS = 3  # to one checkpoint
+SPIKE = 10.0  # times the usual spread above the usual loss
+KNOWN_LOSSES = 100  # steps that say what is usual
+
+
+class Health:
+    """How a run's steps went: what is counted of them, and whether it may go on."""
+
+    def __init__(self, faults: FaultsConfig, run: Path):
+        self.faults, self.run = faults, run
+        self.skipped = self.spikes = self.rollbacks = 0
+        self.loss = math.nan  # of the last good step
+        self._losses: deque[float] = deque(maxlen=KNOWN_LOSSES)
+        self._in_a_row, self._back, self._times_back = 0, None, 0
+
+    def good(self, step: int, loss: float) -> str | None:
+        """Count a step; what is to be said where its loss jumps."""
+        self._in_a_row, self.loss, said = 0, loss, None
+        if len(self._losses) == KNOWN_LOSSES:
+            usual = statistics.median(self._losses)
+            spread = 1.4826 * statistics.median(abs(other - usual) for other in self._losses)  # of a normal
+            if loss > usual + SPIKE * spread:
+                self.spikes += 1
+                said = (
+                    f"the loss of step {step} jumps to {loss:.4f}; the median of the "
+                    f"{KNOWN_LOSSES} before it is {usual:.4f}"
+                )
+        self._losses.append(loss)
+        return said
+
+    def left_out(self, what: str) -> str:
+        """Count a step whose numbers were none; what is to be said. RunFailed where that is one too many."""
+        self._in_a_row, self.skipped = self._in_a_row + 1, self.skipped + 1
+        faults, said = self.faults, f"{what} ({self._in_a_row} in a row)"
+        most = {"stop": 1, "skip": faults.nonfinite_in_a_row, "rollback": math.inf}[faults.on_nonfinite]
+        if self._in_a_row >= most:
+            raise RunFailed(
+                f"{said}; nothing was saved after it: resume from {self.run}/{LATEST} with a smaller "
+                "learning rate, or with faults.on_nonfinite=rollback, which goes on behind these data"
+            )
+        return f"left out: {said}"
+
+    @property
+    def must_go_back(self) -> bool:
+        return self.faults.on_nonfinite == "rollback" and self._in_a_row >= self.faults.nonfinite_in_a_row
+
+    def went_back(self, bad: int, back: int) -> None:
+        """From a bad step to that of a checkpoint. RunFailed where that has not helped before."""
+        self.rollbacks += 1
+        self._times_back = self._times_back + 1 if back == self._back else 1
+        self._in_a_row, self._back = 0, back
+        if self._times_back > ROLLBACKS:
+            raise RunFailed(f"step {bad} is bad after going back to step {back} {ROLLBACKS} times")
 
 
 @dataclass(frozen=True)

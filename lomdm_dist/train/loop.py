@@ -4,9 +4,8 @@ import contextlib
 import gc
 import math
 import os
-import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -29,7 +28,14 @@ from lomdm_dist.parallel.watch import DATA, PASSES, SAVING, UPDATE, VALIDATION, 
 from lomdm_dist.secrets import say
 from lomdm_dist.study.plan import Plan, calibrate, wanted
 from lomdm_dist.train.auto import fit, probe
-from lomdm_dist.train.bad_steps import Found, describe, first_bad_gradient, first_bad_weight, write_down
+from lomdm_dist.train.bad_steps import (
+    Found,
+    Health,
+    describe,
+    first_bad_gradient,
+    first_bad_weight,
+    write_down,
+)
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
 from lomdm_dist.train.gradients import StepSums, add_gradients
 from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
@@ -41,9 +47,6 @@ from lomdm_dist.train.step import backpropagate, draw_noise
 from lomdm_dist.train.stop import StopRequest
 
 STUCK_SECONDS = 10  # for data, after which a stop does not wait for them
-ROLLBACKS = 3  # to one checkpoint
-SPIKE = 10.0  # times the usual spread above the usual loss
-KNOWN_LOSSES = 100  # steps that say what is usual
 ORDER_SEQUENCES = 128  # of the validation, for the correlations of a learned order
 
 
@@ -119,10 +122,7 @@ class Run:
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
         self.micro_batch, self.shortages = config.train.micro_batch, 0
-        self.loss = math.nan  # of the last good step
-        self.skipped = self.bad_in_a_row = self.spikes = 0
-        self.rollbacks, self.last_back, self.times_back = 0, None, 0
-        self.losses: deque[float] = deque(maxlen=KNOWN_LOSSES)
+        self.health = Health(config.faults, config.train.run)
         self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
         self.start = inputs.start
@@ -223,7 +223,8 @@ class Run:
             if stopping:
                 reporter.say(f"stopped on request after step {done}; continue with --resume auto")
                 raise StoppedOnRequest(for_good=sums["for_good"] > 0 or done == stop_after)
-        return {"steps": train.steps, "loss": self.loss, "tokens": self.progress.tokens, "reused": False}
+        tokens = self.progress.tokens
+        return {"steps": train.steps, "loss": self.health.loss, "tokens": tokens, "reused": False}
 
     def _forget(self) -> None:
         """Begin to count for the next line anew."""
@@ -236,11 +237,11 @@ class Run:
         self._all_fail(self.saver.wait)
         self.watch.finish()
 
-    def _all_fail(self, work: Callable) -> None:
-        """What may raise a UserError on all ranks at once: none of them is lost to the others."""
+    def _all_fail(self, work: Callable):
+        """Do what fails on all ranks or on none: no rank is then lost to the others."""
         try:
-            work()
-        except UserError:
+            return work()
+        except (UserError, RunFailed):
             self.watch.finish()
             raise
 
@@ -342,33 +343,15 @@ class Run:
         tokens = self.progress.tokens + (round(sums["tokens"]) if good else 0)
         self.progress = Progress(done, sequences, tokens)
         if good:
-            self.bad_in_a_row = 0
             self.unlogged.update(sums)
-            self._note_loss(sums["bound"] / sums["tokens"])
-        else:
-            self.bad_in_a_row += 1
-            self.skipped += 1
-
-    def _note_loss(self, loss: float) -> None:
-        """Say it where it jumps."""
-        self.loss = loss
-        if len(self.losses) == KNOWN_LOSSES:
-            usual = statistics.median(self.losses)
-            spread = 1.4826 * statistics.median(abs(other - usual) for other in self.losses)  # of a normal
-            if loss > usual + SPIKE * spread:
-                self.spikes += 1
-                self.reporter.say(
-                    f"the loss of step {self.progress.step} jumps to {loss:.4f}; the median of the "
-                    f"{KNOWN_LOSSES} before it is {usual:.4f}"
-                )
-        self.losses.append(loss)
+            if said := self.health.good(done, sums["bound"] / sums["tokens"]):
+                self.reporter.say(said)
 
     def _look_into(self, step: int, rows: Rows, own: float, loss: float) -> None:
         """A step was left out, for its loss or gradient is no number: do it again, and say where that began.
 
         RunFailed where the config says so, on all ranks.
         """
-        faults = self.config.faults
         with first_bad_gradient(self.engine.module) as bad:
             self._micro_batches(step, rows)
         norm, self.gradient_norms = math.hypot(*self.gradient_norms), [math.nan]
@@ -380,21 +363,13 @@ class Run:
                 write_down(self.config.train.run, step + 1, found, rows, self._position, self.data)
             except OSError as error:
                 say(f"cannot write down the sequences of step {step + 1}: {error}")
-        said, times = describe(step + 1, loss, norm, self.grid.gather(found)), self.bad_in_a_row + 1
-        most = {"stop": 1, "skip": faults.nonfinite_in_a_row, "rollback": math.inf}[faults.on_nonfinite]
-        if times >= most:
-            self.watch.finish()
-            raise RunFailed(
-                f"{said} ({times} in a row); nothing was saved after it: resume from {self.config.train.run}/"
-                f"{LATEST} with a smaller learning rate, or with faults.on_nonfinite=rollback, which goes on "
-                "behind these data"
-            )
-        self.reporter.say(f"left out: {said} ({times} in a row)")
+        said = describe(step + 1, loss, norm, self.grid.gather(found))
+        self.reporter.say(self._all_fail(lambda: self.health.left_out(said)))
 
     def _roll_back_if_due(self) -> bool:
         """After so many bad steps in a row: back to the last checkpoint, and on with the data after them."""
-        faults, run = self.config.faults, self.config.train.run
-        if faults.on_nonfinite != "rollback" or self.bad_in_a_row < faults.nonfinite_in_a_row:
+        run = self.config.train.run
+        if not self.health.must_go_back:
             return False
         self.watch.at(self.progress.step, SAVING)  # for as long as it takes
         with contextlib.suppress(UserError):  # said already
@@ -405,18 +380,13 @@ class Run:
             self.watch.finish()
             raise RunFailed(f"step {bad} is bad, and there is no checkpoint yet to go back to")
         checkpoint = Checkpoint(run)
-        back, self.rollbacks = checkpoint.progress, self.rollbacks + 1
-        self.times_back = self.times_back + 1 if back.step == self.last_back else 1
-        self.last_back = back.step
-        if self.times_back > ROLLBACKS:
-            self.watch.finish()
-            raise RunFailed(f"step {bad} is bad after going back to step {back.step} {ROLLBACKS} times")
+        back = checkpoint.progress
+        self._all_fail(lambda: self.health.went_back(bad, back.step))
         self.engine.fill(partial(checkpoint.load_weights, kind="raw"))
         checkpoint.load_engine(self.engine, self.average)
         self.progress = Progress(back.step, self.progress.sequences, back.tokens)
         self.batches.close()
         self.batches = self._stream()
-        self.bad_in_a_row = 0
         self.reporter.go_back(back.step)
         self.reporter.say(f"rolled back to step {back.step}; the data up to step {bad} are left behind")
         self._forget()
@@ -483,9 +453,9 @@ class Run:
             "memory": memory_gib(),
             "micro_batch": self.micro_batch,
             "out_of_memory": self.shortages,
-            "skipped_steps": self.skipped,
-            "rollbacks": self.rollbacks,
-            "loss_spikes": self.spikes,
+            "skipped_steps": self.health.skipped,
+            "rollbacks": self.health.rollbacks,
+            "loss_spikes": self.health.spikes,
         }
 
     def _data_metrics(self) -> dict:
