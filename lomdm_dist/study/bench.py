@@ -95,6 +95,16 @@ def bench_step(
     if unknown := set(only or ()) - {case.name for case in todo}:
         names = ", ".join(repr(case.name) for case in cases(device))
         raise UserError(f"no row is called {', '.join(map(repr, sorted(unknown)))}; there are {names}")
+    table = _measure(todo, config, sequences, rounds, device)
+    return {
+        "rows": [vars(row) for row in table],
+        "floor": floors(config, table, sequences, device),
+        "sequences": sequences,
+    }
+
+
+def _measure(todo: list[Case], config: Config, sequences: int, rounds: int, device) -> list[Row]:
+    """All cases in turns: once to count operations, once to count bytes, once unmeasured, then timed."""
     models = {name: _model(config, name, device) for name in ("lomdm", "mdlm")}
     seconds = {case.name: [] for case in todo}
     rows, counted = {}, {}
@@ -116,11 +126,7 @@ def bench_step(
         low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
         saved, choice = rows[case.name]
         table.append(Row(case.name, middle, (high - low) / 2, counted[case.name], saved, choice))
-    return {
-        "rows": [vars(row) for row in table],
-        "floor": floors(config, table, sequences, device),
-        "sequences": sequences,
-    }
+    return table
 
 
 @contextlib.contextmanager
