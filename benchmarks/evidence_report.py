@@ -232,9 +232,10 @@ def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, fl
             axes.fill_between(places, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
     for axes, name in zip(panels, ("steps", "minutes of one core", "training FLOPs", "steps"), strict=True):
         axes.set(xlabel=name, ylabel="validation bound, nats a token")
-        axes.legend(frameon=False, fontsize="small")
+        axes.legend(frameon=False, fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.96))
     for axes in panels[1:3]:
         axes.set_ylim(3.4, 4.6)
+    panels[3].set_ylim(top=4.6)
     level = kept["unigram_nats"]
     panels[0].axhline(level, color="0.5", linestyle=":", linewidth=1)
     panels[0].annotate("entropy of single tokens", (1, level), xycoords=("axes fraction", "data"), ha="right",
