@@ -107,11 +107,11 @@ def test_torchrun_starts_again_and_workers_outlive_it_no_longer_than_a_save(tmp_
     wait_for(run / "ended.log", "has died", process)
     wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
     workers = torchrun.children(recursive=True)
-    workers[-1].terminate()
-    psutil.wait_procs(workers, timeout=120)
-    wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
-    workers = torchrun.children(recursive=True)
     if number == "stop":
+        workers[-1].terminate()
+        psutil.wait_procs(workers, timeout=120)
+        wait_for(run / "metrics.jsonl", f'"step": {max(curve(run)) + 10},', process)
+        workers = torchrun.children(recursive=True)
         (run / number).touch()
     else:
         process.send_signal(number)
