@@ -10,7 +10,7 @@ PACKING = (
     "packed (default): documents end to end; wrapped: the same, with BOS and EOS around each sequence, as "
     "MDLM trains; padded: each document begins a sequence of its own"
 )
-TEXT_FORMS = "your texts: .txt, .jsonl, .parquet (also .gz, .zst, .bz2), .tar of texts, hf:NAME"
+TEXT_FORMS = "your texts: .txt, .jsonl (also .gz, .zst, .bz2), .parquet, .tar of texts, hf:NAME"
 
 
 def add_options(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
