@@ -376,7 +376,7 @@ def test_nothing_is_written_through_a_link_in_out(checkpoint, secret, tmp_path, 
 def test_links_in_the_tokenizer_of_data_do_not_enter_checkpoints(data, secret, tmp_path, capsys, trained_run):
     (data / "tokenizer/chat_template.jinja").symlink_to(secret)
     places = [f"data.{split}={data / split}" for split in ("train", "valid")]
-    config = ["--config", trained_run.run / "config.yaml", f"train.run={tmp_path / 'run'}"]
+    config = ["--config", trained_run.run / "config.yaml", f"train.run={tmp_path}"]
     assert "chat_template.jinja is a link" in refused(capsys, "train", *config, *places)
     options = ["--out", tmp_path / "out", "--shard-mib", 1]
     assert "chat_template.jinja is a link" in refused(capsys, "prepare", "reshard", data, *options)
@@ -483,12 +483,14 @@ def test_wandb_is_told_no_secret(trained_run, tmp_path, monkeypatch):
 
     def init(**options):
         told.append(str((options["config"], sys.argv)))
+        return SimpleNamespace(define_metric=lambda *names, **options: None)
 
     monkeypatch.setitem(os.environ, "MY_STORE_KEY", KEY)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
     overrides = [f"data.train=pipe:cat {{}} # {KEY} https://{TYPED}@host", "wandb.mode=offline"]
     monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
-    _start_wandb(load_config(trained_run.run / "config.yaml", overrides))
+    overrides.append(f"train.run={tmp_path}")
+    _start_wandb(load_config(trained_run.run / "config.yaml", overrides), resumed=False)
     assert told[0].count("# *** https://***@host") == 2 and KEY not in told[0] and TYPED not in told[0]
 
 

@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ class Reporter:
         self._file = self._open()
         self._unwritten, self._in_trouble = b"", False
         if config.wandb.mode != "disabled":
-            self._wandb = _start_wandb(config)
+            self._wandb = _start_wandb(config, resumed_at > 0)
 
     def _open(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ class Reporter:
                     f"cannot write {self.path}: {error.strerror}; training goes on, lines wait in memory"
                 )
             self._in_trouble = True
-        self._to_wandb(lambda run: run.log(metrics, step=metrics["step"]))
+        self._to_wandb(lambda run: run.log(metrics))
 
     def _to_wandb(self, work: Callable) -> None:
         """A logging service must never end a training run: after its first error it is left alone."""
@@ -178,8 +179,11 @@ def _until(step: int, lines: list) -> list:
     return kept
 
 
-def _start_wandb(config: Config):
-    """A wandb run, offline where there is no key; without the package the run goes on."""
+def _start_wandb(config: Config, resumed: bool):
+    """A wandb run, offline where there is no key; without the package the run goes on.
+
+    A resumed run goes on in the same one. Its x-axis is our step, which may go back.
+    """
     try:
         import wandb
     except ImportError:
@@ -189,7 +193,9 @@ def _start_wandb(config: Config):
     modes = ["online", "offline"] if config.wandb.mode == "online" and _has_wandb_key() else ["offline"]
     for mode in modes:
         try:
-            return wandb.init(
+            run = wandb.init(
+                id=_wandb_id(config.train.run, resumed),
+                resume="allow",
                 project=config.wandb.project,
                 name=config.wandb.name,
                 dir=config.train.run,
@@ -197,9 +203,19 @@ def _start_wandb(config: Config):
                 config=config.as_dict(),
                 settings=wandb.Settings(init_timeout=WANDB_SECONDS),
             )
+            run.define_metric("*", step_metric="step")
+            return run
         except Exception as error:  # a logging service must never end a training run
             print(hide(f"wandb does not start {mode}: {error}"), flush=True)
     return None
+
+
+def _wandb_id(run: Path, resumed: bool) -> str:
+    """That of the run, which begins with it and keeps it."""
+    path = run / "wandb_id"
+    if not (resumed and path.exists()):
+        write_atomically(path, f"{uuid.uuid4().hex[:12]}\n")
+    return path.read_text().strip()
 
 
 def _has_wandb_key() -> bool:

@@ -1,6 +1,8 @@
 import json
 import math
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,10 +64,10 @@ def test_wandb_that_fails_ends_nothing_and_is_said_once(tmp_path, capsys):
     sent = []
 
     class Service:
-        def log(self, metrics, step):
+        def log(self, metrics):
             if sent:
                 raise ConnectionError("the server is gone\nand more")
-            sent.append(step)
+            sent.append(metrics["step"])
 
         def finish(self):
             raise ConnectionError("the end")
@@ -82,6 +84,21 @@ def test_wandb_that_fails_ends_nothing_and_is_said_once(tmp_path, capsys):
         why = "the server is gone" if lines > 1 else "the end"
         assert capsys.readouterr().out == f"wandb: {why}; no more is sent to it, {path} has everything\n"
         assert sent == [1] and len(path.read_text().splitlines()) == lines
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_does_not(tmp_path, monkeypatch):
+    begun = []
+
+    def init(**options):
+        begun.append((options["id"], options["resume"]))
+        return SimpleNamespace(define_metric=lambda *names, **options: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    config = load_config(REPOSITORY / "configs/demo.yaml", [f"train.run={tmp_path}", "wandb.mode=offline"])
+    for resumed_at in (0, 5, 5, 0):
+        Reporter(config, resumed_at, active=True).close()
+    first, again, more, anew = begun
+    assert first == again == more != anew and first[1] == "allow"
 
 
 @pytest.mark.parametrize("netrc", [None, "machine elsewhere login me password it", "not a netrc"])
