@@ -624,6 +624,12 @@ class Config(Section):
             )
         return self.train.global_batch // rows
 
+    @property
+    def passes(self) -> tuple[int, int]:
+        """How often a micro-batch goes through the network with gradients; how many samples at a time."""
+        samples = max(1, self.objective.samples)
+        return (1, samples) if self.train.two_samples == "joint" else (samples, 1)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML and JSON; secrets in addresses are hidden."""
         return self.model_dump(mode="json")

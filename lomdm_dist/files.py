@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -18,6 +19,27 @@ FULL = 2**20  # bytes: a disk with less room than that is full
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def hold(path: Path, wait: bool = True):
+    """Hold a lock file, which is yielded open, against other processes and threads.
+
+    The system frees it when a process ends. Lock files are never deleted: a lock on a deleted file guards
+    nothing. BlockingIOError where another holds it, and this one does not wait.
+    """
+    with open(path, "a+b", buffering=0) as lock:  # to write: NFS refuses to lock what is open to read
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield lock
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds a lock file, which is there."""
+    try:
+        with hold(path, wait=False):
+            return False
+    except BlockingIOError:
+        return True
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

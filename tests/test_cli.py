@@ -1,5 +1,6 @@
 """Mistakes at the command line: one clear line, exit status 2, no traceback, nothing overwritten."""
 
+import errno
 import json
 import os
 import resource
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lomdm_dist import cli
+from lomdm_dist import cli, files
 from lomdm_dist.cli import main
 from lomdm_dist.config import Config
 from lomdm_dist.data.prepare import Request, prepare
@@ -219,6 +220,15 @@ def test_a_run_in_use_is_refused(copy, capsys):
             capsys, *train_options(run, data, "train.steps=9", "--resume", "auto"), command="train"
         )
     assert f"is in use by process {os.getpid()} on " in said
+
+
+def test_a_disk_without_locks_is_said(tmp_path, monkeypatch):
+    def flock(*arguments):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with pytest.raises(UserError, match=f"{tmp_path}: .* needs a file system with locks"), run_lock(tmp_path):
+        pass
 
 
 def test_a_full_disk_is_named_by_the_lock(tmp_path):

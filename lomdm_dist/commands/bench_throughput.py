@@ -87,7 +87,6 @@ def _measure_points(options, config) -> None:
 
 def _measure_this_job(options, config) -> None:
     from lomdm_dist import machine
-    from lomdm_dist.data.reader import open_reader
     from lomdm_dist.parallel.grid import join, process_grid, world_size
     from lomdm_dist.study import throughput_points as points
     from lomdm_dist.study.throughput import measure, pin
@@ -100,7 +99,7 @@ def _measure_this_job(options, config) -> None:
     points.check_settled(config)
     config.accumulation(config.data_parallel(world_size()))
     data = options.data or _data_at_hand(config)
-    reader = open_reader(config.data, config.train.seed) if data == "config" else None
+    reader = _open_data(config) if data == "config" else None
     pinned = pin()
     with process_grid(config.parallel.tensor_parallel, join()) as grid:
         row = measure(config, grid, reader, options.steps, options.warmup) | {"pinned": pinned}
@@ -118,12 +117,21 @@ def _measure_this_job(options, config) -> None:
             machine.write_result(options.json, result, config.as_dict())
 
 
-def _data_at_hand(config) -> str:
-    """The config's shards, if they are there and can be read; else it is said why not."""
+def _open_data(config):
+    """The config's shards. UserError where they cannot be read, or are not the model's."""
     from lomdm_dist.data.reader import open_reader
+    from lomdm_dist.data.shards import check_model_fits
 
+    reader = open_reader(config.data, config.train.seed)
+    for shards in reader.sources:
+        check_model_fits(shards, config.model)
+    return reader
+
+
+def _data_at_hand(config) -> str:
+    """The config's shards, if they are there and fit; else it is said why not."""
     try:
-        open_reader(config.data, config.train.seed)
+        _open_data(config)
     except UserError as error:
         _say_first(f"synthetic tokens are taken: {error}")
         return "synthetic"

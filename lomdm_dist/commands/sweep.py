@@ -66,8 +66,9 @@ def _check_names(only: list[str] | None, names: list[str]) -> None:
 
 def _check_processes(options, sweep) -> None:
     """That the processes form each point's grid."""
-    nodes = [demand.removeprefix("nodes=") for demand in options.slurm or [] if demand.startswith("nodes=")]
-    count = options.processes * int(nodes[-1] if nodes and nodes[-1].isdecimal() else 1)
+    demands = dict(demand.split("=", 1) for demand in options.slurm or [] if "=" in demand)
+    each, nodes = demands.get("tasks_per_node", ""), demands.get("nodes", "")
+    count = int(each if each.isdecimal() else options.processes) * int(nodes if nodes.isdecimal() else 1)
     for point in sweep.points:
         try:
             point.config.accumulation(point.config.data_parallel(count))

@@ -10,7 +10,6 @@ that it is whole. The cache is bounded; what was used longest ago goes first.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -26,7 +25,7 @@ from typing import BinaryIO
 import fsspec
 
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import write_atomically
+from lomdm_dist.files import hold, is_held, write_atomically
 from lomdm_dist.secrets import HIDDEN
 
 PIPE, PLACE = "pipe:", "{}"
@@ -251,7 +250,7 @@ def _cached(access: Access, sha256: str, size: int, fetch) -> BinaryIO:
     """The file with this checksum from the cache, fetched where it is not there. One process fetches it."""
     path = access.folder / "shards" / f"{sha256}.tar"
     partial = path.with_suffix(".partial")
-    with _using(path.parent), _locked(path.with_suffix(".lock")):
+    with _using(path.parent), hold(path.with_suffix(".lock")):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_size == size:
                 os.utime(path)  # used last now
@@ -264,7 +263,7 @@ def _cached(access: Access, sha256: str, size: int, fetch) -> BinaryIO:
                 copy.flush()
                 os.fsync(copy.fileno())
             file = open(partial, "rb")  # noqa: SIM115
-            with _locked(path.with_name(ROOM)):  # or who counts meanwhile counts it under both names
+            with hold(path.with_name(ROOM)):  # or who counts meanwhile counts it under both names
                 partial.rename(path)
             return file
         finally:
@@ -291,9 +290,9 @@ def _reserve(access: Access, size: int, copy: BinaryIO) -> bool:
             f"data.cache_gib {access.cache_bytes / 2**30:.3g} is less than one shard ({size / 2**30:.3g} GiB)"
         )
     folder = access.folder / "shards"
-    with _locked(folder / ROOM):
+    with hold(folder / ROOM):
         for partial in folder.glob("*.partial"):
-            if partial.name != Path(copy.name).name and _is_free(partial.with_suffix(".lock")):
+            if partial.name != Path(copy.name).name and not is_held(partial.with_suffix(".lock")):
                 partial.unlink(missing_ok=True)  # of a process that was killed
         used = sum(_size(path) for path in folder.glob("*.partial"))
         shards = sorted(folder.glob("*.tar"), key=_last_use)
@@ -318,24 +317,3 @@ def _last_use(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mtime_ns
     return 0
-
-
-def _is_free(lock: Path) -> bool:
-    """Whether nobody holds a lock file."""
-    with open(lock, "a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-@contextlib.contextmanager
-def _locked(path: Path):
-    """Hold a lock file against other processes and threads; the system frees it when a process ends.
-
-    Lock files are never deleted: a lock on a deleted file guards nothing.
-    """
-    with open(path, "a+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

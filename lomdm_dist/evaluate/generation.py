@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lomdm_dist.config import Config
 from lomdm_dist.data.tokenizer import not_text
 from lomdm_dist.errors import UserError, first_line
-from lomdm_dist.evaluate.statistics import exp, moments, ratio
+from lomdm_dist.evaluate.statistics import exp, ratio
 from lomdm_dist.sample import sample
 
 PROBE = "Once upon a time there was"
@@ -232,7 +232,7 @@ def describe(found: Generation) -> dict:
     samples, and gen_ppl_standard_error what it means for gen_ppl; mean_ppl the mean over the samples of
     their own perplexities. `empty` samples have no token to judge, and no part in these.
     """
-    nll, error = ratio(*moments(found.nll, found.tokens))
+    nll, error = ratio(found.nll, found.tokens)
     judged = found.tokens > 0
     own = (found.nll / found.tokens)[judged].exp()
     return {

@@ -5,7 +5,6 @@ All statistics are of sequences: a number of each, their mean, and its standard 
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lomdm_dist.data.shards import ShardSet
-from lomdm_dist.evaluate.perplexity import evaluation_noise, shared_out
-from lomdm_dist.evaluate.statistics import moments, ratio
+from lomdm_dist.evaluate.perplexity import evaluation_noise, over_sequences
+from lomdm_dist.evaluate.statistics import ratio
 from lomdm_dist.model.bound import draw_masks
 from lomdm_dist.process import PowerSchedule
 
@@ -85,28 +84,6 @@ def exponents(
 
     found = over_sequences(model, of_batch, shards.length, shards, indices, batch, grid, progress)
     return None if found.isnan().all() else found
-
-
-@torch.no_grad()
-def over_sequences(
-    model,
-    of_batch: Callable,
-    width: int,
-    shards: ShardSet,
-    indices: np.ndarray,
-    batch: int,
-    grid=None,
-    progress: str | None = None,
-) -> Tensor:
-    """of_batch(model, numbers, x, valid) [B, width] of all sequences: [N, width], float64, on every rank."""
-    device = grid.device if grid else next(model.parameters()).device
-    found = torch.zeros(len(indices), width, dtype=torch.float64)
-    for numbers in shared_out(len(indices), batch, grid, progress):
-        asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)
-        x, valid = shards.batch(indices[asked], device)
-        values = model(of_batch, asked, x, valid)
-        found[numbers] = values[: len(numbers)].to("cpu", torch.float64)
-    return grid.sum(found.flatten()).view(found.shape) if grid else found
 
 
 def sequence_correlations(model, x: Tensor, valid: Tensor | None, noise) -> Tensor:
@@ -243,4 +220,4 @@ def mean(values: Tensor) -> Mean:
 def share(part: Tensor, whole: Tensor) -> Mean:
     """sum part / sum whole, both [N], with its standard error over the sequences that have any of it."""
     some = whole > 0
-    return Mean(*ratio(*moments(part[some], whole[some])), int(some.sum()))
+    return Mean(*ratio(part[some], whole[some]), int(some.sum()))

@@ -5,7 +5,7 @@ ranks; no sequence is counted twice or left out.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lomdm_dist.config import Config
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.evaluate.conventions import Pieces
-from lomdm_dist.evaluate.statistics import exp, moments, ratio
+from lomdm_dist.evaluate.statistics import exp, ratio
 from lomdm_dist.model.bound import draw_masks, estimate
 from lomdm_dist.process import PolynomialSchedule, corrupt, keyed_uniforms, stratify
 from lomdm_dist.process.noise import Purpose
@@ -109,27 +109,40 @@ def estimate_bound(
     remainder below the cut, the jumps of a polynomial) stand beside it. The standard error is over
     sequences and contains the noise of the draws; it is nan for a single sequence.
     """
-    device = grid.device if grid else _device(model)
-    sums = torch.zeros(len(_SUMS), dtype=torch.float64)
-    for numbers in shared_out(len(indices), batch, grid, progress):
-        spare = not len(numbers)
-        if spare:
-            numbers = np.zeros(1, dtype=np.int64)
-        x, valid = shards.batch(indices[numbers], device)
+
+    def of_batch(model, numbers, x, valid) -> Tensor:
         noise = (
-            evaluation_noise(seed, draw, draws, numbers, len(indices), shards.length).to(device)
+            evaluation_noise(seed, draw, draws, numbers, len(indices), shards.length).to(x.device)
             for draw in range(draws)
         )
         counted = torch.ones_like(x, dtype=torch.bool) if valid is None else valid.clone()
         counted[:, :given] = False
-        parts = model(sequence_bounds, x, valid, counted if given else None, noise, draws, config)
-        if not spare:
-            tokens = counted.sum(dim=1).double()
-            bound = parts[0] if _is_cut(config) else parts.sum(dim=0)
-            sums += _moments(tokens.cpu(), bound.cpu(), *parts.cpu())
-    if grid:
-        sums = grid.sum(sums)
-    return _result(dict(zip(_SUMS, sums.tolist(), strict=True)), config)
+        parts = sequence_bounds(model, x, valid, counted if given else None, noise, draws, config)
+        return torch.cat([counted.sum(dim=1)[None], parts]).T
+
+    return _result(*over_sequences(model, of_batch, 4, shards, indices, batch, grid, progress).T, config)
+
+
+@torch.no_grad()
+def over_sequences(
+    model,
+    of_batch: Callable,
+    width: int,
+    shards: ShardSet | Pieces,
+    indices: np.ndarray,
+    batch: int,
+    grid=None,
+    progress: str | None = None,
+) -> Tensor:
+    """of_batch(model, numbers, x, valid) [B, width] of all sequences: [N, width], float64, on every rank."""
+    device = grid.device if grid else next(model.parameters()).device
+    found = torch.zeros(len(indices), width, dtype=torch.float64)
+    for numbers in shared_out(len(indices), batch, grid, progress):
+        asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)
+        x, valid = shards.batch(indices[asked], device)
+        values = model(of_batch, asked, x, valid)
+        found[numbers] = values[: len(numbers)].to("cpu", torch.float64)
+    return grid.sum(found.flatten()).view(found.shape) if grid else found
 
 
 def shared_out(count: int, batch: int, grid, progress: str | None) -> Iterator[np.ndarray]:
@@ -165,27 +178,18 @@ def _is_cut(config: Config) -> bool:
     return uniform and config.evaluate.below == "drawn"
 
 
-_SUMS = (
-    *("sequences", "tokens", "tokens2", "bound", "bound2", "bound_tokens"),
-    *("above", "below", "below2", "below_tokens", "jumps"),
-)
-
-
-def _moments(tokens, bound, above, below, jumps) -> Tensor:
-    of_below = moments(below, tokens)[3:]
-    return torch.cat([moments(bound, tokens), above.sum()[None], of_below, jumps.sum()[None]])
-
-
-def _result(s: dict[str, float], config: Config) -> dict:
-    nll, error = _ratio(s, "bound")
+def _result(tokens: Tensor, above: Tensor, below: Tensor, jumps: Tensor, config: Config) -> dict:
+    """Of what each sequence counts and gives, [N] each."""
+    nll, error = ratio(above if _is_cut(config) else above + below + jumps, tokens)
     result = {
         "nll_per_token": nll,
         "standard_error": math.hypot(error, nll * 2**-23),  # its CE is float32: no better than that
         "ppl": exp(nll),
     }
     if config.objective.name != "ar":
-        cut, jumps = s["above"] / s["tokens"], s["jumps"] / s["tokens"]
-        remainder, remainder_error = _ratio(s, "below")
+        (cut, _), (remainder, remainder_error), (jumps, _) = (
+            ratio(part, tokens) for part in (above, below, jumps)
+        )
         uncut = cut + remainder + jumps
         result |= {
             "nll_per_token_uncut": uncut,
@@ -196,13 +200,4 @@ def _result(s: dict[str, float], config: Config) -> dict:
             "ppl_uncut": exp(uncut),
             "ppl_cut": exp(cut),
         }
-    return result | {"tokens": round(s["tokens"]), "sequences": round(s["sequences"])}
-
-
-def _ratio(s: dict[str, float], of: str) -> tuple[float, float]:
-    """A sum a token, and its standard error over the sequences."""
-    return ratio(*(s[key] for key in ("sequences", "tokens", "tokens2", of, f"{of}2", f"{of}_tokens")))
-
-
-def _device(model):
-    return next(model.parameters()).device
+    return result | {"tokens": round(tokens.sum().item()), "sequences": len(tokens)}

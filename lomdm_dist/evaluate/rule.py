@@ -10,12 +10,12 @@ import time
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lomdm_dist.config import Objective, SamplerConfig
 from lomdm_dist.data.shards import ShardSet
 from lomdm_dist.errors import UserError
-from lomdm_dist.evaluate.statistics import exp, moments, ratio
+from lomdm_dist.evaluate.perplexity import over_sequences
+from lomdm_dist.evaluate.statistics import exp, ratio
 from lomdm_dist.sample.look import Look
 from lomdm_dist.sample.rules import check_rule, choose
 
@@ -80,28 +80,24 @@ def estimate_rule(
     gets the result. Nothing is random here. Raises UserError where there is no such likelihood.
     """
     check_exact(settings, model.objective)
-    start, device = time.perf_counter(), next(model.parameters()).device
-    rank, size = (grid.data_rank, grid.data_size) if grid else (0, 1)
-    mine, sums = indices[rank::size], torch.zeros(8, dtype=torch.float64)
-    starts = range(0, len(mine), batch)
-    for first in tqdm(starts, desc=settings.rule, disable=None if progress else True):
-        x, valid = shards.batch(mine[first : first + batch], device)
+    start = time.perf_counter()
+
+    def of_batch(model, numbers, x, valid) -> Tensor:
         nll, impossible, calls = sequence_nll(model, x, valid, steps, settings, never)
         tokens = torch.full_like(nll, x.shape[1]) if valid is None else valid.sum(dim=1)
-        counts = torch.stack([impossible.sum(), calls.sum()]).double()
-        sums += torch.cat([moments(nll, tokens), counts]).cpu()
-    if grid:
-        sums = grid.sum(sums)
-    *of_nll, impossible, calls = sums.tolist()
-    sequences, tokens, *_ = of_nll
-    nll, error = ratio(*of_nll)
+        return torch.stack([nll, tokens, impossible, calls], dim=1)
+
+    name = settings.rule if progress else None
+    found = over_sequences(model, of_batch, 4, shards, indices, batch, grid, name)
+    of_sequences, tokens, impossible, calls = found.T
+    nll, error = ratio(of_sequences, tokens)
     return {
         "nll_per_token": nll,
         "standard_error": math.hypot(error, nll * 2**-23),  # the logits are float32: no better than that
         "ppl": exp(nll),
-        "tokens": round(tokens),
-        "sequences": round(sequences),
-        "impossible_tokens": round(impossible),
-        "network_calls": calls / sequences,
+        "tokens": round(tokens.sum().item()),
+        "sequences": len(found),
+        "impossible_tokens": round(impossible.sum().item()),
+        "network_calls": calls.mean().item(),
         "seconds": time.perf_counter() - start,
     }

@@ -25,8 +25,7 @@ def step_flops(config: Config, tokens: int, pairs: int, predicted: float, micro_
     micro_batches  in all: each has a few products of one row, of the adaLN condition
     """
     model, objective = config.model, config.objective
-    samples = max(1, objective.samples)
-    passes = micro_batches * (1 if config.train.two_samples == "joint" else samples)
+    passes, samples = micro_batches * config.passes[0], math.prod(config.passes)
     flops = 3 * _blocks(model, model.blocks, samples * tokens, samples * pairs)
     flops += _conditions(model, model.blocks, passes, 3)
     flops += (
@@ -71,7 +70,7 @@ def step_flops_a_sequence(config: Config, every_position: bool = False) -> float
     """
     length, objective = config.model.length, config.objective
     share = 1.0 if every_position else predicted_share(objective, length)
-    predicted = max(1, objective.samples) * share * length
+    predicted = math.prod(config.passes) * share * length
     micro = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
     return step_flops(config, length, seen_pairs(length, objective.name == "ar"), predicted, 1 / micro)
 

@@ -77,7 +77,8 @@ def pinned_weight(masked: Tensor, velocity: Tensor, mass: Tensor) -> Tensor:
     with weights A_i: where their CE is constant it has no variance at all. For equal exponents
     this is LLaDA's estimator, which masks a number of tokens drawn uniformly from 1 .. L.
     """
-    return mass / torch.where(masked, velocity, 0.0).sum(dim=1)
+    rate = torch.where(masked, velocity, 0.0).sum(dim=1)
+    return mass / rate.clamp(min=torch.finfo(torch.float64).tiny)  # 0 of a sequence without a position
 
 
 def _slope(schedule, t: Tensor) -> Tensor:

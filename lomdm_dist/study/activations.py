@@ -25,7 +25,7 @@ def activation_bytes(config: Config, share: float | None = None) -> dict[str, in
     """
     model, objective, train = config.model, config.objective, config.train
     of_phi = train.micro_batch * model.length
-    tokens = of_phi * (max(1, objective.samples) if train.two_samples == "joint" else 1)  # of a pass
+    tokens = of_phi * config.passes[1]  # of a pass
     kept = block_bytes(config, train.recompute)
     parts = {"backbone": (model.blocks * kept + 8) * tokens, "psi": 0, "phi": 0}  # 8: the token ids
     if objective.name == "lomdm":

@@ -89,6 +89,8 @@ def bench_step(
     if config.parallel.tensor_parallel > 1:
         ranks = config.parallel.tensor_parallel
         raise UserError(f"bench step measures one process, but parallel.tensor_parallel is {ranks}")
+    if config.train.recompute == "auto":
+        raise UserError("train.recompute is auto: say what to measure: none, attention or block")
     if sequences % 2:
         raise UserError(f"--sequences {sequences} is odd, but each text is masked twice")
     todo = [case for case in cases(device) if only is None or case.name in only]
@@ -268,11 +270,11 @@ def _norms_apart():
 
 
 def as_markdown(result: dict) -> str:
-    """The rows beside LoMDM's own, then the ratios to MDLM and their floors."""
+    """The rows beside LoMDM's own, or the first, then the ratios to MDLM and their floors."""
     rows, floor = result["rows"], result["floor"]
-    own = rows[0]
-    head = ["", "seconds", "+-", "of lomdm", "TFLOP", "of the matmul rate"]
-    head += ["kept, MiB", "of lomdm", "by formula"]
+    own = next((row for row in rows if row["name"] == "lomdm"), rows[0])
+    head = ["", "seconds", "+-", f"of {own['name']}", "TFLOP", "of the matmul rate"]
+    head += ["kept, MiB", f"of {own['name']}", "by formula"]
     measured = []
     for row in rows:
         kept = row["peak_activation_bytes"]

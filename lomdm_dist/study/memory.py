@@ -143,8 +143,7 @@ def _loss_chunk(config: Config, chunk: int) -> float:
 
 def _tokens(config: Config) -> int:
     """The tokens of one pass."""
-    samples = max(1, config.objective.samples) if config.train.two_samples == "joint" else 1
-    return samples * config.train.micro_batch * config.model.length
+    return config.passes[1] * config.train.micro_batch * config.model.length
 
 
 def _flowing(config: Config) -> float:

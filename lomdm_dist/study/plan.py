@@ -223,9 +223,7 @@ def _plans(config: Config, gpus: int, device: Device, calibration: Calibration, 
         here = config.train.global_batch // data
         options = {
             "train.micro_batch": [m for m in range(1, here + 1) if here % m == 0],
-            "train.two_samples": ["joint", "split"]
-            if config.objective.samples == 2
-            else [config.train.two_samples],
+            "train.two_samples": ["joint", "split"] if config.objective.samples == 2 else ["split"],
             "train.recompute": ["none", "attention", "block"],
             "parallel.zero_stage": _stages(config),
             "parallel.tensor_parallel": [tensor],

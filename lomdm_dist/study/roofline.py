@@ -151,7 +151,7 @@ def step_seconds(
     work, update = Work(config, gpu), Work(config, gpu)
     micro_batches = sequences // config.train.micro_batch
     work.add(_micro_batch(config, gpu, shape or Shape.of(config)), micro_batches)
-    work.move(micro_batches * 10 * mine * len(_passes(config)))  # gradients read, and added in float32
+    work.move(micro_batches * 10 * mine * config.passes[0])  # gradients read, and added in float32
     # AdamW 28, EMA 12, the copy for the network and the norm 6 bytes; gradients set to zero
     update.move(46 * (mine if config.parallel.zero_stage == 0 else mine / shard) + 4 * mine)
     compute = compute_scale * work.seconds
@@ -161,25 +161,21 @@ def step_seconds(
     return Seconds(compute, update.seconds, sum(waits.values()), sequences * data, by)
 
 
-def _passes(config: Config) -> list[int]:
-    """Tokens of each pass that gradients flow through."""
-    samples, tokens = max(1, config.objective.samples), config.train.micro_batch * config.model.length
-    return [samples * tokens] if config.train.two_samples == "joint" else samples * [tokens]
-
-
 def _micro_batch(config: Config, gpu: Device, shape: Shape) -> Work:
     """Forward and backward of one micro-batch."""
     objective, work = config.objective, Work(config, gpu)
     learned = objective.name == "lomdm"
     head = learned and objective.head == "transformer"
-    for tokens in _passes(config):
+    of_phi = config.train.micro_batch * config.model.length
+    passes, samples = config.passes
+    tokens = samples * of_phi
+    for _ in range(passes):
         work.add(_block(config, gpu, shape, tokens), shape.blocks + head)
         work.add(_loss(config, gpu, shape, tokens))
         work.start(AROUND)
     if learned:  # the features of the clean text, and phi on them
-        tokens = config.train.micro_batch * config.model.length
-        whole = _block(config, gpu, shape, tokens)
-        features = _pass(config, gpu, shape, tokens) if objective.stop_gradient else whole
+        whole = _block(config, gpu, shape, of_phi)
+        features = _pass(config, gpu, shape, of_phi) if objective.stop_gradient else whole
         work.add(features, shape.blocks)
         work.add(whole, head)
         work.start(AROUND)

@@ -446,6 +446,7 @@ def _result(point: Point, lines: list[dict]) -> dict:
             f"point {point.name}: its last validation is no number: it has diverged; {point.run} stays"
         )
     seen = ([0, *(line["step"] for line in logs)], [0, *(line["tokens"] for line in logs)])
+    valid = [line for line in valid if line["valid_nll_per_token"] is not None]  # it may have come back
     curve = [[round(np.interp(line["step"], *seen)), line["valid_nll_per_token"]] for line in valid]
     tokens, seconds = logs[-1]["tokens"], sum(line["seconds"] for line in logs)
     return {

@@ -6,7 +6,6 @@ was killed, however, goes on where it was.
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ import torch
 
 from lomdm_dist.children import end_with_parent
 from lomdm_dist.errors import REQUEUE, StoppedOnRequest, UserError
-from lomdm_dist.files import write_atomically
+from lomdm_dist.files import is_held, write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.secrets import hide
 from lomdm_dist.study.sweep import CONVENTION, Diverged, Point, Sweep, is_done, objects, result_of
@@ -284,12 +283,7 @@ def _has_ended(record: Record, running: dict, asked: bool) -> bool:
 
 def in_use(run: Path) -> bool:
     """Whether a training holds the run's folder, as that of a killed sweep does until it has saved."""
-    with contextlib.suppress(FileNotFoundError), open(run / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return (run / LOCK).exists() and is_held(run / LOCK)
 
 
 def _give_up(records: list[Record]) -> None:

@@ -12,6 +12,7 @@ import gzip
 import itertools
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -69,9 +70,9 @@ def read_trace(path: Path) -> dict:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
             trace = json.load(file)
-        if not isinstance(trace["traceEvents"], list):
+        if not all(isinstance(event, dict) for event in trace["traceEvents"]):
             raise TypeError
-    except (ValueError, EOFError, KeyError, TypeError, gzip.BadGzipFile):
+    except (ValueError, EOFError, KeyError, TypeError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"{path} is no trace of torch's profiler, or is cut short") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -245,7 +246,8 @@ def as_text(result: dict) -> str:
     named = KINDS if result["device"] == "cuda" else (*KINDS[:-1], "Python, idle")
     rows = [["ms", *named, "all", "share", *(["peak MiB"] if peaks else [])]]
     sums = dict.fromkeys(KINDS, 0.0)
-    for phase in sorted(seconds, key=[*PHASES, OTHER].index):
+    order = [*PHASES, OTHER, *seconds]  # the last of another version's
+    for phase in sorted(seconds, key=order.index):
         cells = {kind: seconds[phase].get(kind, 0.0) for kind in KINDS}
         sums = {kind: sums[kind] + cells[kind] for kind in KINDS}
         rows.append([phase, *_row(cells, step), *_mebibytes(peaks, peaks.get(phase, 0))])

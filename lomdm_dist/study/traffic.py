@@ -67,11 +67,6 @@ def _of_data(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
         yield from _zero012(config, parameters, ranks)
 
 
-def passes(config: Config) -> int:
-    """That gradients flow through, of a micro-batch; that of phi's head apart."""
-    return max(1, config.objective.samples) if config.train.two_samples == "split" else 1
-
-
 def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Collective]:
     """0 and 1 reduce once in the step, 2 in every backward pass what that has reached."""
     stage, size = config.parallel.zero_stage, network_bytes(config)
@@ -88,7 +83,7 @@ def _zero012(config: Config, parameters: Parameters, ranks: int) -> Iterator[Col
         yield Collective("all_reduce", "data", "gradients", buckets, 4 * sum(flat), ranks)
     else:
         times = _accumulation(config, ranks)
-        reached = [mine - of_order] * passes(config) + [of_order] * (of_order > 0)
+        reached = [mine - of_order] * config.passes[0] + [of_order] * (of_order > 0)  # of phi's head apart
         buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)
         yield Collective("all_reduce", "data", "gradients", times * buckets, times * 4 * sum(reached), ranks)
     yield Collective("all_gather", "data", "weights", len(flat), size * sum(flat), ranks)
@@ -102,7 +97,7 @@ def _zero3(config: Config, parameters: Parameters, ranks: int) -> Iterator[Colle
     times, size = _accumulation(config, ranks), network_bytes(config)
     calls, elements = gathered(config, plain, ranks, times)
     of_order = sum(count for name, count in sizes.items() if name.startswith(ORDER))
-    reached = [sum(sizes.values()) - of_order] * passes(config) + [of_order] * (of_order > 0)
+    reached = [sum(sizes.values()) - of_order] * config.passes[0] + [of_order] * (of_order > 0)
     buckets = sum(math.ceil(part / REDUCE_BUCKET) for part in reached)
     yield Collective("all_gather", "data", "weights", calls, size * elements, ranks)
     yield Collective("reduce_scatter", "data", "gradients", times * buckets, times * 4 * sum(reached), ranks)
@@ -132,7 +127,7 @@ def _fsdp2(config: Config, parameters: Parameters, ranks: int) -> Iterator[Colle
     leaf = objective.samples == 2  # the order's outputs, through which the gradient of phi comes
     through = blocks if objective.name == "lomdm" and not objective.stop_gradient else (0, 0)
     of_order = _sum(root, phi, blocks if objective.name == "lomdm" else (0, 0))
-    a_pass, n = _sum(root, blocks, psi), passes(config)
+    a_pass, n = _sum(root, blocks, psi), config.passes[0]
     if config.parallel.zero_stage == 3:
         gathered = _sum(*[of_order] * leaf, *[a_pass] * 2 * n)
     else:
@@ -191,9 +186,9 @@ def _of_tensors(config: Config, data_parallel: int, rows: float | None) -> Itera
     ranks = config.parallel.tensor_parallel
     if ranks == 1:
         return
-    objective, times, n = config.objective, _accumulation(config, data_parallel), passes(config)
+    objective, times, (n, samples) = config.objective, _accumulation(config, data_parallel), config.passes
     of_phi = config.train.micro_batch * config.model.length
-    in_all = max(1, objective.samples) * of_phi  # tokens of the passes
+    in_all = n * samples * of_phi  # tokens of the passes
     if rows is None:
         rows = predicted_share(objective) * in_all * times
     moves = _Moves(config)

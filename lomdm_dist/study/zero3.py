@@ -66,7 +66,7 @@ Use = tuple[str, bool]  # a module, and whether in a backward pass
 
 def rounds_of(config: Config, modules: set[str]) -> list[list[Use]]:
     """The modules that each round uses, in order: one from each forward pass of the engine to the next."""
-    objective, split = config.objective, config.train.two_samples == "split"
+    objective = config.objective
     blocks = [f"backbone.blocks.{number}" for number in range(config.model.blocks)]
     trunk = [*CONDITION, "backbone.embedding", *_of(blocks)]
     psi, phi = (
@@ -78,7 +78,7 @@ def rounds_of(config: Config, modules: set[str]) -> list[list[Use]]:
     forward = [WHOLE, *trunk, *psi, *output]
     backward = [*output[::-1], *_backward(psi, recompute), *backward_of_trunk]
     forward, backward = _uses(forward, False), _uses(backward, True)
-    rounds = [forward + backward] * (max(1, objective.samples) if split else 1)
+    rounds = [forward + backward] * config.passes[0]
     if objective.samples == 2:
         first = [WHOLE, *(trunk + phi if objective.name == "lomdm" else ["token_exponents"])]
         last = _backward(phi, recompute) if objective.name == "lomdm" else ["token_exponents"]

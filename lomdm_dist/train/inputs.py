@@ -1,9 +1,12 @@
 """What a run reads, opened and checked before any process group starts, and its folder's lock."""
 
 import contextlib
-import fcntl
+import errno
+import hashlib
 import os
 import platform
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +16,14 @@ from lomdm_dist.data.reader import Reader, access_of, check_alike, open_reader
 from lomdm_dist.data.shards import ShardSet, check_model_fits
 from lomdm_dist.data.tokenizer import open_tokenizer
 from lomdm_dist.errors import UserError
-from lomdm_dist.parallel.grid import place_on_machine, rank, world_size
+from lomdm_dist.files import hold
+from lomdm_dist.parallel.grid import Grid, place_on_machine, rank, world_size
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, parameter_shapes
 
 STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
-FIRST = 4  # differences that an error names
+FIRST = 4  # differences, or ranks, that an error names
+APPEARS = 15.0  # seconds until a new file is seen on all hosts
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre without the mount option flock, say
 LOCK = "lock"  # held by the first process of a run; its presence marks a run folder
 
 
@@ -160,30 +166,64 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
+def check_together(inputs: Inputs, run: Path, grid: Grid) -> None:
+    """UserError, on all ranks, where they have opened different things, or do not see one folder."""
+    opened = {
+        "checkpoint to resume from": inputs.resumed and (inputs.resumed.folder.name, inputs.resumed.state),
+        "checkpoint to start from": inputs.start and inputs.start.state,
+        "training data": inputs.train.identity(),
+        "validation data": inputs.valid.manifest.identity,
+    }
+    digests = {what: hashlib.sha256(repr(found).encode()).hexdigest() for what, found in opened.items()}
+    of_ranks = grid.gather(digests)
+    for what in opened:
+        if others := [rank for rank, theirs in enumerate(of_ranks) if theirs[what] != of_ranks[0][what]]:
+            raise UserError(
+                f"{_ranks(others)} found another {what} than rank 0; all hosts must have the same"
+            )
+    seen = run / f".seen-{grid.gather(uuid.uuid4().hex)[0]}"
+    if grid.first:
+        seen.touch()
+    grid.all_agree(True)
+    blind = [rank for rank, sees in enumerate(grid.gather(_appears(seen))) if not sees]
+    if grid.first:
+        seen.unlink()
+    if blind:
+        raise UserError(
+            f"{_ranks(blind)} cannot see what rank 0 writes to train.run {run}: give a folder on a disk that "
+            "all hosts share"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes within the time for which a file server may not tell."""
+    until = time.monotonic() + APPEARS
+    while not (there := path.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return there
+
+
+def _ranks(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:FIRST])) + (", ..." if len(ranks) > FIRST else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
+
+
 @contextlib.contextmanager
 def run_lock(run: Path):
     """Hold a run's folder against a second job; the system lets go of it when this process ends."""
     if rank() != 0:
         yield
         return
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / LOCK, "a+b", buffering=0)  # noqa: SIM115
-    except OSError as error:
-        raise _cannot_write(run, error) from None
-    with lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(f"{run} is in use by {lock.read().decode().strip()}; stop it or wait") from None
-        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(hold(run / LOCK, wait=False))
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()}\n".encode())
+        except BlockingIOError:
+            holder = (run / LOCK).read_text().strip()
+            raise UserError(f"{run} is in use by {holder}; stop it or wait") from None
         except OSError as error:
-            raise _cannot_write(run, error) from None
+            locks = "; train.run needs a file system with locks (flock)" if error.errno in NO_LOCKS else ""
+            raise UserError(f"cannot write to train.run {run}: {error.strerror}{locks}") from None
         yield
-
-
-def _cannot_write(run: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write to train.run {run}: {error.strerror}")

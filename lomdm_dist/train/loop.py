@@ -38,7 +38,7 @@ from lomdm_dist.train.bad_steps import (
 )
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
 from lomdm_dist.train.gradients import StepSums, add_gradients
-from lomdm_dist.train.inputs import Inputs, open_inputs, parts_of, run_lock
+from lomdm_dist.train.inputs import Inputs, check_together, open_inputs, parts_of, run_lock
 from lomdm_dist.train.metrics import Reporter, Stopwatch, memory_gib, probe_speed, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer, set_learning_rates
 from lomdm_dist.train.profile import Profile, check_ranks
@@ -117,6 +117,7 @@ class Run:
 
     def __init__(self, config: Config, inputs: Inputs, grid: Grid, stop: StopRequest, watch: Watch):
         self.as_said, self.grid, self.stop, self.watch = config, grid, stop, watch
+        self._all_fail(lambda: check_together(inputs, config.train.run, grid))
         plan = fit(config, grid) if wanted(config) else None
         config = self.config = plan.config if plan else config
         self.data, self.valid = inputs.train, inputs.valid
@@ -128,10 +129,6 @@ class Run:
         self.start = inputs.start
         self.share = self.accumulation * config.train.micro_batch  # sequences of this rank in a step
         self.batches = self._stream()
-        if grid.first:
-            config.save(config.train.run / "config.yaml")
-        tokenizer = self.data.first.tokenizer_folder() if grid.first else None
-        self.reporter = Reporter(config, self.progress.step, grid.first)
 
         blueprint = Blueprint(config, grid)
         self.parameters, self.kernels = blueprint.parameters, blueprint.kernels
@@ -144,8 +141,14 @@ class Run:
         if inputs.resumed:
             inputs.resumed.load_engine(self.engine, self.average)
         if plan:
-            self._plan_again(plan)
+            plan = self._plan_again(plan)
+        if grid.first:
+            self.config.save(self.config.train.run / "config.yaml")
+        self.reporter = Reporter(self.config, self.progress.step, grid.first)
+        for line in plan.lines() if plan else []:
+            self.reporter.say(line)
         self.profile = Profile(self.config, self.engine, grid, watch, self.share)
+        tokenizer = self.data.first.tokenizer_folder() if grid.first else None
         self.saver = Saver(self.config, self._data_facts(), tokenizer, grid, self.reporter.say)
 
     def _new_weights(self, blueprint: Blueprint, pieces: list[Piece]) -> None:
@@ -175,7 +178,7 @@ class Run:
         """In the order of the data, of this rank's part of the next global batch."""
         return self.progress.sequences + self.grid.data_rank * self.share
 
-    def _plan_again(self, plan: Plan) -> None:
+    def _plan_again(self, plan: Plan) -> Plan:
         """After a try of the plan on the real device, where that has a speed and a memory of its own."""
         if self.grid.device.type == "cuda":
             config, micro = self.config, self.config.train.micro_batch
@@ -193,8 +196,7 @@ class Run:
             self.kernels = choose_kernels(self.engine.module, self.config, self.grid.device)
             self.micro_batch = self.config.train.micro_batch
             self.accumulation = self.config.accumulation(self.grid.data_size)
-        for line in plan.lines():
-            self.reporter.say(line)
+        return plan
 
     def train(self, stop_after: int) -> dict:
         train, reporter = self.config.train, self.reporter
@@ -397,7 +399,7 @@ class Run:
         now, steps = time.perf_counter(), self.progress.step - self.logged.step
         metrics = self._metrics(now - self.clock)
         self.reporter.report(metrics)
-        self.reporter.progress(metrics, (now - self.clock) / steps, self.config.objective.samples == 2)
+        self.reporter.progress(metrics, (now - self.clock) / steps)
         self.watch.mean = (self.waited / steps, self.worked / steps)
         self._forget()
         every = self.config.faults.table_every

@@ -82,6 +82,7 @@ class Reporter:
 
     def __init__(self, config: Config, resumed_at: int, active: bool):
         self.active, self.steps = active, config.train.steps
+        self._learned = config.objective.samples == 2
         self._wandb = None
         if not active:
             return
@@ -140,11 +141,11 @@ class Reporter:
         if self.active:
             say(text)
 
-    def progress(self, metrics: dict, seconds_a_step: float, learned: bool) -> None:
+    def progress(self, metrics: dict, seconds_a_step: float) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
         left = (self.steps - metrics["step"]) * seconds_a_step
         order = f"  velocity {metrics['velocity']:.1e}  exponent_std {metrics['exponent_std']:.1e}"
-        order = order if learned else ""
+        order = order if self._learned else ""
         mfu = f"  mfu {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         self.say(
             f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}{order}  "

@@ -87,7 +87,8 @@ class Saver:
             self._together(final, lambda: self._prepare(partial))
             self._together(final, lambda: self._write_pieces(state, partial))
             self._together(final, lambda: self._add_config(partial))
-            shares = self._together(final, lambda: _checksums(partial))
+            names = set().union(*self._together(final, lambda: checkpoint_files(partial)))
+            shares = self._together(final, lambda: _checksums(partial, sorted(names)))
             files = {name: digest for share in shares for name, digest in share.items()}
             self._together(final, lambda: self._publish(partial, final, progress, updates, files))
         except BaseException as error:
@@ -150,9 +151,12 @@ def _check_finite(state: dict) -> None:
             raise ValueError(f"the weights {name.removeprefix('raw/')} are no numbers")
 
 
-def _checksums(partial: Path) -> dict[str, str]:
-    """The checksums of this rank's share of the files."""
-    return {name: sha256(partial / name) for name in share_of(checkpoint_files(partial))}
+def _checksums(partial: Path, names: list[str]) -> dict[str, str]:
+    """The checksums of this rank's share of the files, `names`, that any rank has."""
+    for name in names:
+        if not (partial / name).exists():
+            raise FileNotFoundError(f"{name}, which another rank wrote, is not there: is it a shared disk?")
+    return {name: sha256(partial / name) for name in share_of(names)}
 
 
 def publish(partial: Path, final: Path, latest: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lomdm_dist.config import load_config
 from lomdm_dist.errors import UserError
-from lomdm_dist.train import saver
+from lomdm_dist.train import inputs, loop, saver
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import open_inputs
 from tests.distributed.grids import on_processes
@@ -108,6 +108,52 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_and_training_goes_on(rank,
     assert all("cannot write checkpoint" in text and "No space left" in text for text in said), said
     assert sorted(os.listdir(run / "checkpoints")) == ["step-3", "step-4"]
     assert Checkpoint(run).progress.step == 4 and max(curve(run)) == 6
+
+
+def train_apart(overrides: list[str], folders: list[Path], meet: bool) -> str:
+    """On hosts whose disks are not shared; `meet`: nobody looks at that before the first save."""
+    os.chdir(folders[int(os.environ["RANK"])])
+    inputs.APPEARS = 0.5
+    if not meet:
+        loop.check_together = lambda *_: None
+    try:
+        train(overrides)
+    except UserError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_a_run_on_disks_of_each_host_is_refused_and_never_called_saved(meet, base, tmp_path):
+    """Each rank would write its own pieces where no other rank, and no later run, finds them."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    said = on_processes(2, train_apart, [*base, "train.steps=2", "train.run=run"], folders, meet)
+    expected = "rank 1 cannot see what rank 0 writes to train.run run" if meet else "is it a shared disk?"
+    assert all(expected in text for text in said), said
+    assert not list(tmp_path.rglob("latest"))
+
+
+def test_ranks_that_found_different_things_are_refused(base, tiny_data, tmp_path):
+    """Host b has an older state of the run, or other data of the same kind."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    options = [*base, "train.steps=4", "train.run=run"]
+    for folder, steps in zip(folders, (2, 1), strict=True):
+        folder.mkdir()
+        on_processes(1, train_in, folder, [*options, f"train.steps={steps}"])
+    said = on_processes(2, train_apart, options, folders, True)
+    assert all("rank 1 found another checkpoint to resume from than rank 0" in text for text in said), said
+    for folder, split in zip(folders, ("train", "valid"), strict=True):
+        (folder / "data").symlink_to(tiny_data / split)
+    options = [*options, "train.run=new", "data.train=data"]
+    said = on_processes(2, train_apart, options, folders, True)
+    assert all("rank 1 found another training data than rank 0" in text for text in said), said
+
+
+def train_in(folder: Path, overrides: list[str]) -> None:
+    os.chdir(folder)
+    train(overrides)
 
 
 class Killed(BaseException):

@@ -225,6 +225,25 @@ def test_only_what_is_counted_is_masked_and_the_rest_is_seen(run, trained_run):
     assert first["nll_per_token"] != other["nll_per_token"]
 
 
+@pytest.mark.parametrize("rule", ["pinned", "mixture", "uniform"])
+def test_a_sequence_with_nothing_to_count_counts_nothing(run, trained_run, rule):
+    """A document of k L + 1 tokens ends in a piece of one, which `given` leaves out."""
+    model, shards = Checkpoint(run).build_model(), ShardSet(trained_run.data / "valid")
+    config = load_config(run / "config.yaml", [f"evaluate.time={rule}"])
+
+    class Short:
+        length = shards.length
+
+        def batch(self, indices, device):
+            x, _ = shards.batch(indices, device)
+            valid = torch.ones_like(x, dtype=torch.bool)
+            valid[1:, 1:] = False
+            return x, valid
+
+    found = estimate_bound(model, Short(), config, np.arange(3), given=1)
+    assert found["tokens"] == 15 and math.isfinite(found["nll_per_token"])
+
+
 def test_data_of_another_packing_needs_force(run, tmp_path, capsys):
     padded = prepare_tiny(tmp_path / "padded", packing="padded")
     where = ["--checkpoint", str(run), "--data", str(padded / "valid")]

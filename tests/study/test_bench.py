@@ -74,6 +74,7 @@ def test_the_floors_of_the_paper_s_model():
         (["objective={name: mdlm}"], "objective.name is mdlm"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
         (["--plot", "step.foo"], "--plot step.foo: the name must end in .png, .pdf, .svg"),
+        (["train.recompute=auto"], "train.recompute is auto: say what to measure"),
         (["model.heads=2", "parallel.tensor_parallel=2"], "parallel.tensor_parallel is 2"),
     ],
 )
@@ -83,9 +84,10 @@ def test_mistakes_are_one_line(more, said, capsys):
     assert status.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_one_round_has_no_spread(tmp_path):
+def test_one_round_has_no_spread_and_one_row_is_its_own_measure(tmp_path, capsys):
     bench("--sequences", "2", "--rounds", "1", "--rows", "mdlm", "--json", str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["spread"] == 0
+    assert "of mdlm" in (said := capsys.readouterr().out) and "of lomdm" not in said
 
 
 def test_each_case_changes_one_thing():

@@ -110,6 +110,8 @@ def test_fsdp2_holds_whole_gradients_between_two_split_samples():
 def test_what_the_user_says_is_kept():
     chosen = plan(config("1b", "train.micro_batch=2"), 8, H100, fixed=("train.micro_batch",))
     assert chosen.config.train.micro_batch == 2 and "micro_batch 2: as you say" in chosen.reasons
+    chosen = plan(config("objectives/mdlm", "train.two_samples=auto", "train.global_batch=64"), 8, H100)
+    assert chosen.config.train.two_samples == "split"  # the one way of one sample
     with pytest.raises(UserError, match=r"256 does not divide over 64 data-parallel ranks x .* 64 = 4096"):
         plan(config("owt", "train.micro_batch=64"), 64, H100, fixed=("train.micro_batch",))
 

@@ -12,13 +12,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from lomdm_dist import cli
 from lomdm_dist.errors import REQUEUE, UserError
+from lomdm_dist.files import hold
 from lomdm_dist.study import sweep_report, sweep_run
-from lomdm_dist.study.sweep import load_sweep
+from lomdm_dist.study.sweep import load_sweep, result_of
 from lomdm_dist.study.sweep_run import DONE, FAILED, STOPPED, Local, Record
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import run_lock
@@ -223,6 +225,25 @@ def test_a_training_that_diverged_has_failed(base, stubs, capsys):
         print(json.dumps({"step": 2, "valid_nll_per_token": None}), file=metrics)
     assert call(file, "train.steps=2") == 1
     assert "it has diverged" in capsys.readouterr().out
+
+
+def test_a_validation_that_came_back_from_infinity_is_left_out_of_the_curve(base, stubs):
+    file = write_sweep(base, {"optim.clip": [0.5]})
+    assert call(file, "train.steps=2") == 0
+    path = base.with_name("runs") / "clip_0.5/metrics.jsonl"
+    last = path.read_text().splitlines()[-1]
+    with open(path, "a") as metrics:
+        print(json.dumps({"step": 2, "valid_nll_per_token": None}), last, sep="\n", file=metrics)
+    (point,) = load_sweep(file, ["train.steps=2"]).points
+    curve = result_of(point)["curve"]
+    assert len(curve) >= 2 and np.isfinite(np.array(curve, dtype=float)).all()
+
+
+def test_who_holds_a_run_is_known_by_its_lock(tmp_path):
+    assert not sweep_run.in_use(tmp_path)
+    with hold(tmp_path / "lock"):
+        assert sweep_run.in_use(tmp_path)
+    assert not sweep_run.in_use(tmp_path) and not sweep_run.in_use(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

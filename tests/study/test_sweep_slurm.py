@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lomdm_dist.cli import main
 from lomdm_dist.errors import UserError
 from lomdm_dist.study import sweep_run, sweep_slurm
 from lomdm_dist.study.sweep import load_sweep
@@ -104,6 +105,15 @@ def test_demands_that_slurm_does_not_know_are_refused(slurm, base_sweep):
     ):
         with pytest.raises(UserError, match=said):
             Slurm(base_sweep, None, 1, demands)
+
+
+def test_the_ranks_of_a_job_are_counted_before_it_waits_in_the_queue(slurm, base_sweep, tmp_path, capsys):
+    """global_batch 8 in micro-batches of 4 divides over two ranks at most, whoever says how many."""
+    for demands, ranks in ((["tasks_per_node=3"], 3), (["nodes=2", "tasks_per_node=2"], 4)):
+        with pytest.raises(SystemExit) as status:
+            main(["sweep", str(tmp_path / "sweep.yaml"), "--slurm", "timeout_min=5", *demands])
+        assert status.value.code == 2
+        assert f"over {ranks} data-parallel ranks" in capsys.readouterr().err
 
 
 def test_without_slurm_nothing_runs_here_instead(base_sweep, monkeypatch):

@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from lomdm_dist.cli import main
-from lomdm_dist.config import load_config
+from lomdm_dist.commands.bench_throughput import _data_at_hand
+from lomdm_dist.config import load_config, make_config
 from lomdm_dist.model.flops import step_flops
 from lomdm_dist.ops.phase import PHASES, listening, phase
 from lomdm_dist.study.throughput import PhaseClock
@@ -204,6 +205,17 @@ def test_what_cannot_be_compared(tmp_path, capsys):
         with pytest.raises(SystemExit) as status:
             main(["bench", "compare", *(str(tmp_path / name) for name in pair)])
         assert status.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "data"),
+    [({}, "config"), ({"length": 2 * LENGTH}, "synthetic"), ({"vocab_size": 999}, "synthetic")],
+)
+def test_shards_that_are_not_the_models_are_not_measured(tiny_data, tmp_path, capsys, change, data):
+    values = tiny_config(tiny_data, tmp_path / "run")
+    config = make_config(values | {"model": values["model"] | change}, [], "tiny")
+    assert _data_at_hand(config) == data
+    assert ("synthetic tokens are taken: " in capsys.readouterr().out) == (data == "synthetic")
 
 
 GRIDS = ["parallel.zero_stage=1", "parallel.zero_stage=2", "parallel.zero_stage=3"]

@@ -170,7 +170,10 @@ def test_what_is_no_trace_is_said(tmp_path):
     path = tmp_path / "a.json.gz"
     with pytest.raises(UserError, match=r"cannot read .*No such file"):
         read_trace(path)
-    for content in (b"", b"text", gzip.compress(b'{"traceEvents": [')[:-9], gzip.compress(b"[]")):
+    packed = bytearray(gzip.compress(json.dumps({"traceEvents": ON_HOST}).encode()))
+    packed[12:40] = bytes(28)  # in the compressed stream
+    odd = gzip.compress(b'{"traceEvents": [1]}'), bytes(packed)
+    for content in (b"", b"text", gzip.compress(b'{"traceEvents": [')[:-9], gzip.compress(b"[]"), *odd):
         path.write_bytes(content)
         with pytest.raises(UserError, match="is no trace"):
             read_trace(path)
