@@ -77,8 +77,7 @@ def measure(checkpoint: str, draws: int, magnified: bool, rule: str) -> tuple[st
     torch.set_num_threads(1)
     saved = Checkpoint(checkpoint)
     config, model, batch = saved.config, saved.build_model(), saved.config.train.global_batch
-    objective = config.objective.model_copy(update={"time": rule, "time_eps": EPS})
-    config = config.model_copy(update={"objective": objective})
+    config = config.changed({"objective.time": rule, "objective.time_eps": EPS})
     draws = draws // 5 if rule == "remainder" else draws  # it varies little
     shards = ShardSet(config.data.train[0].path)
     x, valid = shards.batch(np.linspace(0, len(shards) - 1, batch).astype(np.int64), "cpu")

@@ -90,7 +90,23 @@ class ModelConfig(Section):
         return self
 
 
-class Timed(Section):
+class ObjectiveSection(Section):
+    """What every objective answers; `samples`: masked ones of a text in a step."""
+
+    samples: ClassVar[int]
+
+    @property
+    def pace(self) -> dict[str, float]:
+        """c1 and c2, of learned exponents; empty where the order has none."""
+        return {}
+
+    def in_words(self) -> str:
+        """The name, and what is not the default."""
+        chosen = self.model_dump(exclude={"name"}, exclude_defaults=True)
+        return " ".join([self.name, *(f"{key}={value}" for key, value in chosen.items())])
+
+
+class Timed(ObjectiveSection):
     """How training draws its times. `uniform` cuts the bound at `time_eps`; `mixture` has no cut."""
 
     time: Literal["uniform", "mixture"] = "mixture"
@@ -127,6 +143,10 @@ class LomdmObjective(Timed):
         if self.normalize == "norm_sig" and not self.c1 > self.c2:
             raise ValueError(f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}")
         return self
+
+    @property
+    def pace(self) -> dict[str, float]:
+        return {"c1": self.c1, "c2": self.c2} if self.schedule == "power" else {}
 
 
 class MdlmObjective(Timed):
@@ -190,7 +210,7 @@ class WindowObjective(Timed):
         return self
 
 
-class ArObjective(Section):
+class ArObjective(ObjectiveSection):
     """The autoregressive baseline: causal attention, exact likelihood, no time and no masks."""
 
     name: Literal["ar"]
@@ -629,6 +649,20 @@ class Config(Section):
         """How often a micro-batch goes through the network with gradients; how many samples at a time."""
         samples = max(1, self.objective.samples)
         return (1, samples) if self.train.two_samples == "joint" else (samples, 1)
+
+    def value(self, key: str) -> Any:
+        """What it says of `section.key`."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
+    def changed(self, values: dict[str, Any]) -> "Config":
+        """With other values of some `section.key`: of the right kinds, for they are not checked."""
+        sections = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        new = {s: getattr(self, s).model_copy(update=update) for s, update in sections.items()}
+        return self.model_copy(update=new)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for YAML and JSON; secrets in addresses are hidden."""

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -18,6 +19,19 @@ from lomdm_dist import __version__
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.secrets import hide
+
+
+def peak_memory() -> int:
+    """Bytes: of a GPU what torch has had at most, on a CPU what was resident of this process at most."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ def check_pace(path: str, overrides: list[str]) -> list[str]:
     from lomdm_dist.train.checkpoint import find_checkpoint
 
     objective = load_config(find_checkpoint(path) / "config.yaml").objective
-    has_pace = objective.name == "lomdm" and objective.schedule == "power"
-    if not has_pace and any(override.startswith("objective.") for override in overrides):
+    if not objective.pace and any(override.startswith("objective.") for override in overrides):
         kind = f"{objective.name} with a polynomial schedule" if objective.name == "lomdm" else objective.name
         raise UserError(f"{' '.join(overrides)}: {path} is {kind}; only lomdm's exponents have c1 and c2")
     return overrides

@@ -14,6 +14,7 @@ from lomdm_dist.commands.common import (
     processes,
 )
 from lomdm_dist.errors import UserError
+from lomdm_dist.evaluate.paper import GENERATIVE, in_words
 
 STEPS = (128, 256, 512, 1024)  # the paper's
 PAPER = "the paper's table: the order as trained, c2 = 0, c1 = 1 and c2 = 0; the paper's numbers beside"
@@ -48,7 +49,6 @@ def _gen_ppl(options) -> None:
 
     from lomdm_dist import machine
     from lomdm_dist.evaluate.generation import convention, open_judge
-    from lomdm_dist.evaluate.paper import GENERATIVE
     from lomdm_dist.files import check_writable, write_atomically
     from lomdm_dist.train.checkpoint import Checkpoint
 
@@ -104,7 +104,7 @@ def _rows(checkpoint, judge, length: int, eos: str, options, grid) -> tuple[list
         for steps in [length] if objective.name == "ar" else options.steps:
             numbers = options.num, length, steps, options.seed, eos, options.batch, options.judge_batch
             found = generate(model, tokenizer, judge, config, *numbers, grid, progress=first)
-            order = {"objective": objective.name, **_pace(objective), "steps": steps}
+            order = {"objective": objective.name, "c1": None, "c2": None, **objective.pace, "steps": steps}
             rows.append(order | describe(found))
             samples += [order | text for text in _texts(found)]
             if first:
@@ -125,26 +125,16 @@ def _objectives(checkpoint, options) -> list:
     from lomdm_dist.config import load_config
 
     paces = [[]]
-    if options.paper and _pace(checkpoint.config.objective)["c1"] is not None:
+    if options.paper and checkpoint.config.objective.pace:
         paces += [["objective.c2=0"], ["objective.c1=1", "objective.c2=0"]]
     path = checkpoint.folder / "config.yaml"
     found = [load_config(path, [*options.overrides, *pace]).objective for pace in paces]
     return [objective for i, objective in enumerate(found) if objective not in found[:i]]
 
 
-def _pace(objective) -> dict:
-    """c1 and c2, None where there are none."""
-    learned = objective.name == "lomdm" and objective.schedule == "power"
-    return {name: getattr(objective, name) if learned else None for name in ("c1", "c2")}
-
-
-def _name(row: dict) -> str:
-    return row["objective"] + ("" if row["c1"] is None else f" c1={row['c1']:g} c2={row['c2']:g}")
-
-
 def _say(row: dict) -> str:
     return COLUMNS.format(
-        _name(row),
+        in_words(row),
         row["steps"],
         f"{row['gen_ppl']:.2f} +- {row['gen_ppl_standard_error']:.2f}",
         f"{row['mean_ppl']:.2f}",
@@ -156,11 +146,10 @@ def _say(row: dict) -> str:
 
 
 def _paper_rows() -> list[str]:
-    from lomdm_dist.evaluate.paper import GENERATIVE as paper
-
+    paper = GENERATIVE
     about = f"judge {paper['judge']}, {paper['samples']} samples of {paper['length']:,} tokens"
     return [f"paper (compares with the same judge, number and length only): {about}"] + [
-        COLUMNS.format(f"paper {_name(row)}", steps, f"{ppl:.2f}", *[""] * 5).rstrip()
+        COLUMNS.format(f"paper {in_words(row)}", steps, f"{ppl:.2f}", *[""] * 5).rstrip()
         for row in paper["rows"]
         for steps, ppl in zip(paper["steps"], row["gen_ppl"], strict=True)
     ]

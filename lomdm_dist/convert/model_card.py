@@ -82,7 +82,7 @@ def _objective(config: Config) -> str:
         "window": f"fixed order {getattr(objective, 'order', '')}",
         "ar": "from left to right, causal attention",
     }[objective.name]
-    if objective.name == "lomdm" and objective.schedule == "power":
+    if objective.pace:
         rule = {"norm_sig": "NormSig", "softmax": "softmax"}[objective.normalize]
         words += f", exponents c1 + c2 {rule} with c1 = {objective.c1:g}, c2 = {objective.c2:g}"
     settings = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in ("c1", "c2"))

@@ -50,3 +50,8 @@ SPEECH = {
         "late": {"noun": 0.37, "verb": 0.20, "article": 0.07, "preposition": 0.10},
     },
 }
+
+
+def in_words(row: dict) -> str:
+    """The objective of a row of the paper's or of ours, with c1 and c2 where it has them."""
+    return row["objective"] + ("" if row["c1"] is None else f" c1={row['c1']:g} c2={row['c2']:g}")

@@ -138,10 +138,9 @@ def _is_read_by(section: Callable, result: dict) -> bool:
 def _about(config: Config, metrics: list[dict]) -> Iterator[str]:
     steps = [row for row in metrics if "loss" in row]
     last = steps[-1] if steps else {}
-    chosen = config.objective.model_dump(exclude={"name"}, exclude_defaults=True)
-    kind = " ".join([config.objective.name, *(f"{key}={value}" for key, value in chosen.items())])
     model = config.model
-    yield f"{kind}; {model.width} wide, {model.blocks} blocks, {model.heads} heads, length {model.length},"
+    yield f"{config.objective.in_words()}; {model.width} wide, {model.blocks} blocks, {model.heads} heads,"
+    yield f"length {model.length},"
     yield f"vocabulary {model.vocab_size:,}; {last.get('step', 0):,} of {config.train.steps:,} steps,"
     yield f"{last.get('tokens', 0):,} tokens."
 
@@ -210,7 +209,7 @@ def _generative(results: list[dict]) -> Iterator[str]:
         for row in result["rows"]:
             value = f"{_number(row['gen_ppl'], 2)} ± {_number(row['gen_ppl_standard_error'], 2)}"
             distinct = " ".join(_number(row[f"distinct_{n}"], 3) for n in (1, 2, 3))
-            rows.append([_pace(row), row["steps"], value, _number(row["entropy"], 3), distinct])
+            rows.append([paper.in_words(row), row["steps"], value, _number(row["entropy"], 3), distinct])
             rows[-1].append(_number(row["network_calls"], 1))
         names = ("", "steps", "gen ppl", "entropy", "distinct 1 2 3", "network calls")
         yield from (
@@ -220,7 +219,10 @@ def _generative(results: list[dict]) -> Iterator[str]:
             "",
         )
     theirs = paper.GENERATIVE
-    rows = [[f"{_pace(row)} (paper)", *(_number(v, 2) for v in row["gen_ppl"])] for row in theirs["rows"]]
+    rows = [
+        [f"{paper.in_words(row)} (paper)", *(_number(value, 2) for value in row["gen_ppl"])]
+        for row in theirs["rows"]
+    ]
     yield f"Paper, judge {theirs['judge']}, {theirs['samples']} samples of {theirs['length']:,} tokens:"
     yield from ("", *markdown(("steps", *theirs["steps"]), rows))
 
@@ -229,11 +231,7 @@ def _objective(chosen: dict) -> str:
     """With what may differ from the training: a learned order's c1 and c2."""
     has_pace = chosen["name"] == "lomdm" and chosen["schedule"] == "power"
     pace = {key: chosen[key] if has_pace else None for key in ("c1", "c2")}
-    return _pace({"objective": chosen["name"], **pace})
-
-
-def _pace(row: dict) -> str:
-    return row["objective"] + ("" if row["c1"] is None else f" c1={row['c1']:g} c2={row['c2']:g}")
+    return paper.in_words({"objective": chosen["name"], **pace})
 
 
 def _order(results: list[dict]) -> Iterator[str]:

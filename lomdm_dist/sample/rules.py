@@ -14,8 +14,7 @@ def check_rule(rule: str, objective: Objective) -> None:
     """UserError where an objective has no such order."""
     if objective.name == "ar" and rule not in ("random", "left_to_right"):
         raise UserError(f"sampler.rule={rule}: an ar model can only go from left to right")
-    learned = objective.name == "genmd4" or (objective.name == "lomdm" and objective.schedule == "power")
-    if rule == "exponent" and not learned:
+    if rule == "exponent" and not (objective.pace or objective.name == "genmd4"):
         raise UserError(
             f"sampler.rule=exponent: {objective.name}"
             f"{' with a polynomial schedule' if objective.name == 'lomdm' else ''} has no learned exponents; "

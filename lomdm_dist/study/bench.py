@@ -21,6 +21,7 @@ from tqdm import tqdm
 from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import write_figure
+from lomdm_dist.machine import wait_for
 from lomdm_dist.model import LoMDM, backbone
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.model.kernels import choose_kernels
@@ -124,11 +125,16 @@ def _measure(todo: list[Case], config: Config, sequences: int, rounds: int, devi
                 bar.update()
     table = []
     for case in todo:
-        taken = seconds[case.name] * (2 if rounds == 1 else 1)
-        low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
         saved, choice = rows[case.name]
-        table.append(Row(case.name, middle, (high - low) / 2, counted[case.name], saved, choice))
+        table.append(Row(case.name, *middle(seconds[case.name]), counted[case.name], saved, choice))
     return table
+
+
+def middle(seconds: list[float]) -> tuple[float, float]:
+    """The median, and half the distance between the quartiles, which is 0 of one."""
+    taken = seconds * (2 if len(seconds) == 1 else 1)
+    low, median, high = statistics.quantiles(taken, n=4, method="inclusive")
+    return median, (high - low) / 2
 
 
 @contextlib.contextmanager
@@ -237,12 +243,6 @@ def _time(run, device: torch.device) -> float:
     run()
     wait_for(device)
     return time.perf_counter() - start
-
-
-def wait_for(device: torch.device) -> None:
-    """Until it has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def matmul_rate(config: Config, device: torch.device) -> float:

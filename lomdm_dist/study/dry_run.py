@@ -47,8 +47,7 @@ CONVENTION = {
 def dry_run(config: Config, world_size: int, rank: int) -> dict:
     """Count a step of `rank` of `world_size`. Raises UserError where there can be no such step."""
     check(config, world_size, rank)
-    chunk = loss_chunk(config, "cuda")
-    config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"loss_chunk": chunk})})
+    config = config.changed({"kernels.loss_chunk": loss_chunk(config, "cuda")})
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     tensor_parallel = config.parallel.tensor_parallel
     with mock.patch.dict(os.environ, place), process_grid(tensor_parallel, FakeStore(), fake=True) as grid:

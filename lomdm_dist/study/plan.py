@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def choice(self) -> dict[str, int | str]:
-        return {key: value_of(self.config, key) for key in CHOSEN}
+        return {key: self.config.value(key) for key in CHOSEN}
 
     @property
     def data_parallel(self) -> int:
@@ -196,26 +196,23 @@ def _check(config: Config) -> None:
         "parallel.offload": False,
         "train.offload_activations": False,
     }.items():
-        if value_of(config, key) != usual:
+        if config.value(key) != usual:
             raise UserError(f"the planner knows {key}={str(usual).lower()} only{_INSTEAD}")
     if config.kernels.attention == "plain":
         raise UserError(f"the planner does not know kernels.attention=plain{_INSTEAD}")
 
 
-def value_of(config: Config, key: str):
-    """What a config says of `section.key`."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
 def wanted(config: Config) -> list[str]:
     """The keys that are left to the planner."""
-    return [key for key in CHOSEN if value_of(config, key) == "auto"]
+    return [key for key in CHOSEN if config.value(key) == "auto"]
 
 
 def _plans(config: Config, gpus: int, device: Device, calibration: Calibration, fixed) -> list[Plan]:
     """All that divide."""
     parameters, plans = Parameters(config), []
+    two_samples = ["joint", "split"]
+    if config.objective.samples != 2:  # then they are the same
+        two_samples = ["split" if config.train.two_samples == "auto" else config.train.two_samples]
     for tensor in _tensor_parallel(config, gpus, device, fixed):
         data = gpus // tensor
         if config.train.global_batch % data or data % (config.parallel.shard_group or 1):
@@ -223,15 +220,15 @@ def _plans(config: Config, gpus: int, device: Device, calibration: Calibration, 
         here = config.train.global_batch // data
         options = {
             "train.micro_batch": [m for m in range(1, here + 1) if here % m == 0],
-            "train.two_samples": ["joint", "split"] if config.objective.samples == 2 else ["split"],
+            "train.two_samples": two_samples,
             "train.recompute": ["none", "attention", "block"],
             "parallel.zero_stage": _stages(config),
             "parallel.tensor_parallel": [tensor],
         }
         for key in fixed:
-            options[key] = [value for value in options[key] if value == value_of(config, key)]
+            options[key] = [value for value in options[key] if value == config.value(key)]
         for values in itertools.product(*options.values()):
-            candidate = _changed(config, dict(zip(options, values, strict=True)))
+            candidate = config.changed(dict(zip(options, values, strict=True)))
             plans.append(_count(candidate, parameters, gpus, device, calibration))
     return plans
 
@@ -249,16 +246,6 @@ def _tensor_parallel(config: Config, gpus: int, device: Device, fixed) -> list[i
     fits = [2**k for k in range(10) if 2**k <= min(gpus, device.a_node, 8)]
     model, shared = config.model, config.parallel.sequence_parallel
     return [t for t in fits if gpus % t == model.heads % t == 0 and not (shared and model.length % t)]
-
-
-def _changed(config: Config, values: dict) -> Config:
-    """Not checked again: the values are of the kinds that the config allows."""
-    sections = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {s: getattr(config, s).model_copy(update=new) for s, new in sections.items()}
-    return config.model_copy(update=changed)
 
 
 def _count(config: Config, parameters: Parameters, gpus: int, device: Device, calibration) -> Plan:

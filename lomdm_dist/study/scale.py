@@ -96,8 +96,7 @@ def scale(
             elif larger == batch:
                 points[WEAK].append(strong)
             else:
-                train = config.train.model_copy(update={"global_batch": larger})
-                grown = config.model_copy(update={"train": train})
+                grown = config.changed({"train.global_batch": larger})
                 points[WEAK].append(_point(grown, number, device, calibration, fixed))
             bar.update()
     return points

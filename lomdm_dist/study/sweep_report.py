@@ -14,21 +14,10 @@ from lomdm_dist.study.sweep import NUMBERS, Sweep
 from lomdm_dist.study.sweep_run import DONE, FAILED, Record
 from lomdm_dist.tables import markdown
 
-COLUMNS = (
-    *(
-        "name",
-        "group",
-        "status",
-        "objective",
-        "parameters",
-        "flops_per_token",
-        "tokens",
-        "flops",
-        "loss",
-        "ppl",
-    ),
-    *("seconds", "tokens_per_second", "memory_gib", "seed", "overrides", "curve"),
-)
+COLUMNS = [
+    *("name", "group", "status", "objective", "parameters", "flops_per_token", "tokens", "flops", "loss"),
+    *("ppl", "seconds", "tokens_per_second", "memory_gib", "seed", "overrides", "curve"),
+]
 LABELS = {
     "parameters": "parameters",
     "flops": "training FLOPs",

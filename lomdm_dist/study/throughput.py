@@ -1,7 +1,6 @@
 """Training steps through the real engine, timed: how fast a grid is, and where the time goes."""
 
 import os
-import resource
 import statistics
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from lomdm_dist.model.flops import seen_pairs, step_flops
 from lomdm_dist.ops.phase import PHASES, listening, phase
 from lomdm_dist.parallel.engine import Blueprint, start_engine
 from lomdm_dist.parallel.grid import Grid, place_on_machine
-from lomdm_dist.study.bench import matmul_rate, wait_for
+from lomdm_dist.study.bench import matmul_rate, middle
 from lomdm_dist.train.gradients import add_gradients
 from lomdm_dist.train.optim import WeightAverage, make_optimizer, set_learning_rates
 
@@ -44,7 +43,7 @@ class PhaseClock:
         self._name, self._since = name, now
 
     def _time(self) -> float:
-        wait_for(self.device)
+        machine.wait_for(self.device)
         return self.now()
 
 
@@ -120,12 +119,11 @@ def measure(config: Config, grid: Grid, reader: Reader | None, steps: int, warmu
     Each step is taken twice with the same noise, plainly and with the clock, which waits for the device
     at each change of phase: what is said of the step's speed is of the plain ones.
     """
-    device = grid.device
     if config.parallel.engine == "deepspeed":
         from lomdm_dist.parallel.zero import import_deepspeed
 
         import_deepspeed(grid)  # its memory is not the model's
-    before = peak_memory(device)
+    before = machine.peak_memory()
     run = Steps(config, grid, reader)
     plain, clocked, totals = [], [], Counter()
     for number in range(warmup + steps):
@@ -135,7 +133,7 @@ def measure(config: Config, grid: Grid, reader: Reader | None, steps: int, warmu
                 (clocked if with_clock else plain).append(seconds)
                 totals.update({} if with_clock else sums)
     run.rows.close()
-    of_ranks = grid.gather((plain, _middle(clocked), peak_memory(device) - before))
+    of_ranks = grid.gather((plain, _middle(clocked), machine.peak_memory() - before))
     counts = {name: totals[name] / steps for name in ("tokens", "pairs", "predicted")}
     flops = step_flops(config, **counts, micro_batches=config.train.global_batch // config.train.micro_batch)
     return _row(config, grid, run, of_ranks, counts, flops) | {
@@ -144,10 +142,10 @@ def measure(config: Config, grid: Grid, reader: Reader | None, steps: int, warmu
 
 
 def _timed(run: Steps, number: int) -> tuple[float, dict]:
-    wait_for(run.grid.device)
+    machine.wait_for(run.grid.device)
     start = time.perf_counter()
     sums = run.step(number)
-    wait_for(run.grid.device)
+    machine.wait_for(run.grid.device)
     return time.perf_counter() - start, sums
 
 
@@ -169,26 +167,17 @@ def _middle(steps: list[Counter]) -> Counter:
     return Counter({name: seconds / len(kept) for name, seconds in total.items()})
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: of a GPU what torch has had at most, on a CPU what was resident of this process at most."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _row(config: Config, grid: Grid, run: Steps, of_ranks: list, counts: dict, flops: float) -> dict:
     """of_ranks: of each its seconds of each step, its seconds by phase, its peak memory."""
     ranks = len(of_ranks)
     seconds = [statistics.fmean(step) for step in zip(*(rank[0] for rank in of_ranks), strict=True)]
-    low, middle, high = statistics.quantiles(
-        seconds * (2 if len(seconds) == 1 else 1), n=4, method="inclusive"
-    )
+    taken, spread = middle(seconds)
     phases = {
         name: statistics.fmean(rank[1][name] for rank in of_ranks)
         for name in (*PHASES, OTHER)
         if any(name in rank[1] for rank in of_ranks)
     }
-    rate, peak = flops / middle / ranks, machine.peak_flops()
+    rate, peak = flops / taken / ranks, machine.peak_flops()
     on_gpu = grid.device.type == "cuda"
     matmul = None if on_gpu else matmul_rate(config, grid.device)
     return {
@@ -197,12 +186,12 @@ def _row(config: Config, grid: Grid, run: Steps, of_ranks: list, counts: dict, f
         "parameters": run.parameters,
         "global_batch": config.train.global_batch,
         "micro_batch": config.train.micro_batch,
-        "step_seconds": middle,
-        "spread": (high - low) / 2,
+        "step_seconds": taken,
+        "spread": spread,
         "phases": phases,
         "phases_sum": sum(phases.values()),
-        "tokens_per_second": counts["tokens"] / middle,
-        "tokens_per_second_per_gpu": counts["tokens"] / middle / ranks,
+        "tokens_per_second": counts["tokens"] / taken,
+        "tokens_per_second_per_gpu": counts["tokens"] / taken / ranks,
         "tflops_per_gpu": rate / 1e12,
         "mfu": rate / peak if peak else None,
         "share_of_matmul_rate": rate / matmul if matmul else None,

@@ -39,7 +39,7 @@ from lomdm_dist.train.bad_steps import (
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, DataFacts, Progress, parameter_shapes
 from lomdm_dist.train.gradients import StepSums, add_gradients
 from lomdm_dist.train.inputs import Inputs, check_together, open_inputs, parts_of, run_lock
-from lomdm_dist.train.metrics import Reporter, Stopwatch, memory_gib, probe_speed, step_metrics
+from lomdm_dist.train.metrics import Reporter, Stopwatch, probe_speed, step_metrics
 from lomdm_dist.train.optim import WeightAverage, learning_rates, make_optimizer, set_learning_rates
 from lomdm_dist.train.profile import Profile, check_ranks
 from lomdm_dist.train.saver import Saver
@@ -86,11 +86,8 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
     ):
         run = _build(config, inputs, grid, stop, watch)
         try:
-            yield run
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(run.say_shortage(run.progress.step, first_line(error))) from error
+            with shortage_as(lambda why: run.say_shortage(run.progress.step, why)):
+                yield run
         finally:
             run.saver.close()
             run.batches.close()
@@ -98,18 +95,24 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
 
 
 def _build(config: Config, inputs: Inputs, grid: Grid, stop: StopRequest, watch: Watch) -> "Run":
-    try:
+    deeper = config.parallel.zero_stage < 3 and grid.data_size > 1
+    ways = ["parallel.zero_stage=3"] if deeper else []
+    ways += ["parallel.tensor_parallel or more devices", "a smaller model"]
+    said = f"{' or '.join(ways)} make it fit; lomdm plan says what each needs"
+    built = f"rank {rank()} ran out of memory while the model was built"
+    with shortage_as(lambda why: f"{built} ({why}): {said}"):
         return Run(config, inputs, grid, stop, watch)
+
+
+@contextlib.contextmanager
+def shortage_as(words: Callable[[str], str]):
+    """Where memory runs out, a UserError of these words about the reason."""
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        deeper = config.parallel.zero_stage < 3
-        ways = ["parallel.zero_stage=3"] if deeper and grid.data_size > 1 else []
-        raise UserError(
-            f"rank {rank()} ran out of memory while the model was built ({first_line(error)}): "
-            f"{' or '.join([*ways, 'parallel.tensor_parallel or more devices', 'a smaller model'])} make it "
-            f"fit; lomdm plan says what each needs"
-        ) from error
+        raise UserError(words(first_line(error))) from error
 
 
 class Run:
@@ -185,12 +188,8 @@ class Run:
             some_token = int(config.model.mask_id == 0)
             x = torch.full((micro, config.model.length), some_token, device=self.grid.device)
             noise = draw_noise(config, 0, torch.arange(micro), self.grid.device)
-            try:
+            with shortage_as(lambda why: self.say_shortage(self.progress.step, why)):
                 seconds, peak = probe(lambda: backpropagate(self.engine, x, None, noise, config, share=0.0))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise UserError(self.say_shortage(self.progress.step, first_line(error))) from None
             plan = fit(self.as_said, self.grid, plan, calibrate(plan, seconds * self.accumulation, peak))
             self.config = plan.config
             self.kernels = choose_kernels(self.engine.module, self.config, self.grid.device)
@@ -452,7 +451,7 @@ class Run:
             "mfu": flops / seconds / (peak * world_size()) if peak else None,
             "seconds": seconds,
             "data_seconds": self.waited,
-            "memory": memory_gib(),
+            "memory": machine.peak_memory() / 2**30,
             "micro_batch": self.micro_batch,
             "out_of_memory": self.shortages,
             "skipped_steps": self.health.skipped,
@@ -515,11 +514,9 @@ class Run:
         )
 
     def _heading(self) -> str:
-        train, objective = self.config.train, self.config.objective
-        chosen = objective.model_dump(exclude={"name"}, exclude_defaults=True)
-        kind = " ".join([objective.name, *(f"{key}={value}" for key, value in chosen.items())])
+        train = self.config.train
         return (
-            f"{kind}, {self.parameters:,} parameters, {train.precision}, "
+            f"{self.config.objective.in_words()}, {self.parameters:,} parameters, {train.precision}, "
             f"{_engine_in_words(self.config)}, {self.grid.device.type} x {world_size()}; "
             f"global batch {train.global_batch} = {self.grid.data_size} ranks x {self.accumulation} "
             f"x micro-batch {train.micro_batch}; {self.kernels}; {len(self.data):,} sequences; "

@@ -5,7 +5,6 @@ import json
 import math
 import netrc
 import os
-import resource
 import sys
 import time
 import uuid
@@ -37,13 +36,6 @@ def step_metrics(sums: dict[str, float]) -> dict[str, float]:
         "log_q_ratio_std": (sums["log_q_ratio"] / sequences) ** 0.5,
         "exponent_std": (sums["exponent"] / sequences) ** 0.5,
     }
-
-
-def memory_gib() -> float:
-    """Peak memory of this process: of its GPU, or resident on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class Stopwatch:

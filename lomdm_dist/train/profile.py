@@ -21,6 +21,7 @@ import torch
 from lomdm_dist.config import Config
 from lomdm_dist.errors import UserError, first_line
 from lomdm_dist.files import write_atomically
+from lomdm_dist.machine import wait_for
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.ops.phase import listening, mark
 from lomdm_dist.parallel.grid import Grid, rank
@@ -82,7 +83,7 @@ class Profile:
         try:
             with self._flops(begins), listening(mark), torch.profiler.record_function(f"{STEP}{number}"):
                 yield
-                self._wait()
+                wait_for(self.device)
         except BaseException as error:
             self.active = False
             self.recording.__exit__(type(error), error, None)  # writes nothing
@@ -93,11 +94,6 @@ class Profile:
     def seconds_aside(self) -> float:
         seconds, self.aside = self.aside, 0.0
         return seconds
-
-    def _wait(self) -> None:
-        """A step is over when the GPU is done with it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _start(self) -> bool:
         begun, recording = time.perf_counter(), contextlib.ExitStack()
@@ -150,7 +146,7 @@ class Profile:
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, profile_memory=self.settings.memory)
-        self._wait()
+        wait_for(self.device)
         profiler.start()
         try:
             yield

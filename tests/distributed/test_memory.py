@@ -25,14 +25,14 @@ def test_bytes_are_those_of_the_textbook():
 
 def memory_before_the_first_parameter(config: str, tensor_parallel: int) -> tuple[float, int]:
     """Peak memory in GiB of this process, the imports included, with the whole model built; parameters."""
+    from lomdm_dist.machine import peak_memory
     from lomdm_dist.parallel.engine import Blueprint
     from lomdm_dist.parallel.grid import process_grid
-    from lomdm_dist.train.metrics import memory_gib
 
     with process_grid(tensor_parallel) as grid:
         blueprint = Blueprint(load_config(ROOT / f"configs/{config}.yaml"), grid)
         assert all(parameter.is_meta for parameter in blueprint.model.parameters())
-        return memory_gib(), blueprint.parameters
+        return peak_memory() / 2**30, blueprint.parameters
 
 
 PARAMETERS = {"1b": 1_141_251_412, "7b": 7_366_751_572}
