@@ -7,6 +7,7 @@ both before any process group starts.
 
 import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,6 +56,16 @@ SmallTime = Annotated[Number, Field(ge=1e-12, le=0.5)]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="after")
+    def _is_possible(self):
+        if problems := "; ".join(self._problems()):
+            raise ValueError(problems)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What cannot be, one by one, with the arithmetic."""
+        return iter(())
+
 
 class ModelConfig(Section):
     """The DiT backbone of SEDD and MDLM; `condition_width` is the width of the adaLN condition.
@@ -75,19 +86,15 @@ class ModelConfig(Section):
     dropout: Share = 0.1
     dropout_rng: Literal["keyed", "native"] = "keyed"
 
-    @model_validator(mode="after")
-    def _shapes_fit(self):
+    def _problems(self) -> Iterator[str]:
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
-        if (self.width // self.heads) % 2:
-            raise ValueError(
-                f"width / heads = {self.width // self.heads} is odd; rotary embedding needs it even"
-            )
+            yield f"width {self.width} is not divisible by heads {self.heads}"
+        elif (self.width // self.heads) % 2:
+            yield f"width / heads = {self.width // self.heads} is odd; rotary embedding needs it even"
         if not self.mask_id < self.vocab_size:
-            raise ValueError(f"mask_id {self.mask_id} is outside vocab_size {self.vocab_size}")
+            yield f"mask_id {self.mask_id} is outside vocab_size {self.vocab_size}"
         if self.eos_id is not None and (self.eos_id >= self.vocab_size or self.eos_id == self.mask_id):
-            raise ValueError(f"eos_id {self.eos_id} is the mask_id, or outside vocab_size {self.vocab_size}")
-        return self
+            yield f"eos_id {self.eos_id} is the mask_id, or outside vocab_size {self.vocab_size}"
 
 
 class ObjectiveSection(Section):
@@ -138,11 +145,9 @@ class LomdmObjective(Timed):
     stop_gradient: Annotated[bool, Field(strict=True)] = True
     samples: ClassVar[int] = 2
 
-    @model_validator(mode="after")
-    def _exponents_are_positive(self):
+    def _problems(self) -> Iterator[str]:
         if self.normalize == "norm_sig" and not self.c1 > self.c2:
-            raise ValueError(f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}")
-        return self
+            yield f"c1 > c2 >= 0 keeps every exponent positive; c1 = {self.c1}, c2 = {self.c2}"
 
     @property
     def pace(self) -> dict[str, float]:
@@ -162,11 +167,9 @@ class MdlmObjective(Timed):
     c2: Number = 0.0
     samples: ClassVar[int] = 1
 
-    @model_validator(mode="after")
-    def _exponent_is_one(self):
+    def _problems(self) -> Iterator[str]:
         if (self.c1, self.c2) != (1.0, 0.0):
-            raise ValueError(f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}")
-        return self
+            yield f"mdlm means c1 = 1 and c2 = 0, not c1 = {self.c1}, c2 = {self.c2}"
 
 
 class GenMD4Objective(Timed):
@@ -195,8 +198,7 @@ class WindowObjective(Timed):
     window_eps: Annotated[Number, Field(ge=1e-12, lt=1)] = 1e-4
     samples: ClassVar[int] = 1
 
-    @model_validator(mode="after")
-    def _order_has_its_keys(self):
+    def _problems(self) -> Iterator[str]:
         given = self.permutation
         for key, order in {
             "permutation": "permutation",
@@ -204,10 +206,9 @@ class WindowObjective(Timed):
             "block": "blocks",
         }.items():
             if self.order != order and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is for order {order}, but order is {self.order}")
+                yield f"{key} is for order {order}, but order is {self.order}"
         if given is not None and sorted(given) != list(range(len(given))):
-            raise ValueError(f"permutation does not hold each of 0 .. {len(given) - 1} once")
-        return self
+            yield f"permutation does not hold each of 0 .. {len(given) - 1} once"
 
 
 class ArObjective(ObjectiveSection):
@@ -322,13 +323,11 @@ class ProfileConfig(Section):
     flops_profiler: Annotated[bool, Field(strict=True)] = False
     comms_logger: Annotated[bool, Field(strict=True)] = False
 
-    @model_validator(mode="after")
-    def _has_steps(self):
+    def _problems(self) -> Iterator[str]:
         if self.steps is None and self != type(self).model_construct():
-            raise ValueError("nothing is recorded without steps: add train.profile.steps=[FIRST,LAST]")
+            yield "nothing is recorded without steps: add train.profile.steps=[FIRST,LAST]"
         if self.steps and self.steps[0] > self.steps[1]:
-            raise ValueError(f"steps {self.steps} end before they begin; give [FIRST, LAST]")
-        return self
+            yield f"steps {self.steps} end before they begin; give [FIRST, LAST]"
 
 
 class TrainConfig(Section):
@@ -365,30 +364,16 @@ class TrainConfig(Section):
     valid_sequences: Positive = 512
     profile: ProfileConfig = ProfileConfig()
 
-    @model_validator(mode="after")
-    def _profiled_steps_come(self):
+    def _problems(self) -> Iterator[str]:
         if self.profile.steps and self.profile.steps[1] > self.steps:
-            raise ValueError(
-                f"profile.steps {self.profile.steps} end after the training, which has {self.steps} steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_kept_is_saved(self):
+            yield f"profile.steps {self.profile.steps} end after the training, which has {self.steps} steps"
         if self.keep_every % self.save_every:
-            raise ValueError(
+            yield (
                 f"keep_every {self.keep_every} is not a multiple of save_every {self.save_every}: some of "
                 "those steps would never be saved"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batch_divides(self):
         if self.micro_batch != "auto" and self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
-            )
-        return self
+            yield f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
 
 
 class EvaluateConfig(Section):
@@ -406,11 +391,9 @@ class EvaluateConfig(Section):
     time_eps: SmallTime = 1e-3
     below: Literal["drawn", "guessed"] = "drawn"
 
-    @model_validator(mode="after")
-    def _something_is_below(self):
+    def _problems(self) -> Iterator[str]:
         if self.below == "guessed" and self.time != "uniform":
-            raise ValueError(f"below guessed is for time uniform, which has a cut; time is {self.time}")
-        return self
+            yield f"below guessed is for time uniform, which has a cut; time is {self.time}"
 
 
 class SamplerConfig(Section):
@@ -433,11 +416,9 @@ class SamplerConfig(Section):
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     temperature: Annotated[Number, Field(ge=1e-6, lt=1e3)] = 1.0
 
-    @model_validator(mode="after")
-    def _times_are_of_the_random_process(self):
+    def _problems(self) -> Iterator[str]:
         if self.rule != "random" and (self.grid, self.dtype) != ("uniform", "float64"):
-            raise ValueError(f"rule {self.rule} has no times to reveal at: leave grid and dtype as they are")
-        return self
+            yield f"rule {self.rule} has no times to reveal at: leave grid and dtype as they are"
 
 
 class ParallelConfig(Section):
@@ -467,18 +448,16 @@ class ParallelConfig(Section):
             return {"zero_stage": 3} | values
         return values
 
-    @model_validator(mode="after")
-    def _engine_can(self):
+    def _problems(self) -> Iterator[str]:
         if self.engine == "fsdp2" and self.zero_stage < 2:
-            raise ValueError(
+            yield (
                 f"engine fsdp2 shards gradients and parameters, but zero_stage is {self.zero_stage}: "
                 "add parallel.zero_stage=3 (or 2)"
             )
         if self.offload and self.zero_stage == 0:
-            raise ValueError("offload is for zero_stage 1 to 3")
+            yield "offload is for zero_stage 1 to 3"
         if self.shard_group is not None and self.engine != "fsdp2":
-            raise ValueError("shard_group is for engine fsdp2; DeepSpeed shards over all data-parallel ranks")
-        return self
+            yield "shard_group is for engine fsdp2; DeepSpeed shards over all data-parallel ranks"
 
 
 class KernelsConfig(Section):
@@ -543,74 +522,48 @@ class Config(Section):
     faults: FaultsConfig = FaultsConfig()
     wandb: WandbConfig = WandbConfig()
 
-    @model_validator(mode="after")
-    def _master_weights_exist(self):
+    def _problems(self) -> Iterator[str]:
         if self.train.precision == "bf16" and self.parallel.zero_stage == 0:
-            raise ValueError(
+            yield (
                 "train.precision bf16 needs the fp32 master weights that parallel.zero_stage 1 to 3 keep; "
                 "use zero_stage 1, or precision fp32"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _deepspeed_profiles_itself(self):
         profile = self.train.profile
         if self.parallel.engine == "fsdp2" and (profile.flops_profiler or profile.comms_logger):
-            raise ValueError(
+            yield (
                 "train.profile.flops_profiler and comms_logger are DeepSpeed's, and parallel.engine is "
                 "fsdp2: leave them out; the trace has what either engine computes and communicates"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _model_splits(self):
         parallel, model = self.parallel, self.model
         ranks = parallel.tensor_parallel
         if model.heads % ranks:
-            raise ValueError(
+            yield (
                 f"model.heads {model.heads} do not divide over parallel.tensor_parallel {ranks}: "
                 f"{model.heads} / {ranks} = {model.heads / ranks:.3g}"
             )
         if ranks > 1 and parallel.sequence_parallel and model.length % ranks:
-            raise ValueError(
+            yield (
                 f"model.length {model.length} does not divide over parallel.tensor_parallel {ranks}, as "
                 "parallel.sequence_parallel needs; set that to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_is_split(self):
         if self.kernels.loss == "plain" and self.parallel.tensor_parallel > 1:
-            raise ValueError("kernels.loss plain has no form for parallel.tensor_parallel > 1; use fused")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_count(self):
+            yield "kernels.loss plain has no form for parallel.tensor_parallel > 1; use fused"
         weights = [source.weight for source in self.data.train]
         if min(weights) < 1e-6 * sum(weights):
-            raise ValueError(
+            yield (
                 f"data.train has the weight {min(weights):g} among {sum(weights):g} in all, less than a "
                 "millionth: leave that source out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _documents_end(self):
         if self.data.attend == "document" and self.model.eos_id is None:
-            raise ValueError("data.attend document needs model.eos_id, which ends a document in the shards")
-        return self
-
-    @model_validator(mode="after")
-    def _windows_fit(self):
+            yield "data.attend document needs model.eos_id, which ends a document in the shards"
         objective, length = self.objective, self.model.length
         if not isinstance(objective, WindowObjective):
-            return self
+            return
         given = objective.permutation
         if given is not None and len(given) != length:
-            raise ValueError(f"objective.permutation has {len(given)} positions, model.length is {length}")
+            yield f"objective.permutation has {len(given)} positions, model.length is {length}"
         if objective.order == "blocks" and objective.block > length:
-            raise ValueError(f"objective.block {objective.block} is larger than model.length {length}")
-        return self
+            yield f"objective.block {objective.block} is larger than model.length {length}"
 
     def data_parallel(self, processes: int) -> int:
         """Ranks with data of their own. UserError where the processes do not form the grid."""

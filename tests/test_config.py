@@ -162,3 +162,14 @@ def test_accumulation_fills_the_global_batch(ranks, micro_batches):
 def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic():
     with pytest.raises(UserError, match=r"16 does not divide over 3 .*micro_batch 8 = 24: 16 / 24 = 0.667"):
         load_config(DEMO).accumulation(3)
+
+
+def test_all_that_cannot_be_is_said_at_once():
+    """Of one section, and between sections."""
+    for overrides, said in (
+        (["model.heads=5", "model.mask_id=9999"], ("not divisible by heads 5", "mask_id 9999 is outside")),
+        (["parallel.tensor_parallel=5", "kernels.loss=plain"], ("heads 3 do not", "loss plain has no")),
+    ):
+        with pytest.raises(UserError) as error:
+            load_config(DEMO, overrides)
+        assert all(part in str(error.value) for part in said), error.value
