@@ -100,7 +100,7 @@ def measure(config: Config, grid: Grid) -> dict[str, float]:
     gc.collect()
     gc.freeze()  # what is there already does not count
     blueprint = Blueprint(config, grid)
-    engine = start_engine(blueprint, make_optimizer, config, grid)
+    engine = start_engine(blueprint, make_optimizer)
     engine.fill(partial(blueprint.draw, seed=0))
     peak = {}
     for step in range(2):

@@ -52,7 +52,7 @@ def seconds(work) -> float:
 def measure(folder: Path, grid: Grid) -> dict:
     config = config_in(folder, grid.data_size)
     blueprint = Blueprint(config, grid)
-    engine = start_engine(blueprint, make_optimizer, config, grid)
+    engine = start_engine(blueprint, make_optimizer)
     engine.fill(partial(blueprint.draw, seed=0))
     average = WeightAverage(engine.pieces, 0.999)
     (folder / "tokenizer").mkdir(exist_ok=True)

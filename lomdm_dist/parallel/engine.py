@@ -32,6 +32,7 @@ class Blueprint:
     """A model on the meta device, split over the tensor-parallel ranks: shapes and no memory."""
 
     def __init__(self, config: Config, grid: Grid):
+        self.config, self.grid = config, grid
         with torch.device("meta"):
             self.model = LoMDM(config.model, config.objective, config.data.attend)
         self.kernels = choose_kernels(self.model, config, grid.device)
@@ -66,13 +67,13 @@ class Alone:
         loss.backward()
 
 
-def start_engine(blueprint: Blueprint, make_optimizer: Callable, config: Config, grid: Grid):
+def start_engine(blueprint: Blueprint, make_optimizer: Callable):
     """The engine that the config names, its weights not yet set, AdamW's moments and step 0.
 
     make_optimizer(model, config.optim) -> AdamW over its parameters.
     """
-    if config.parallel.engine == "fsdp2":
+    if blueprint.config.parallel.engine == "fsdp2":
         from lomdm_dist.parallel.fsdp2 import Fsdp2 as Engine
     else:
         from lomdm_dist.parallel.zero import DeepSpeed as Engine
-    return Engine(blueprint.model, blueprint.layouts, make_optimizer, config, grid)
+    return Engine(blueprint, make_optimizer)

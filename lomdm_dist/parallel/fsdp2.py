@@ -4,17 +4,16 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lomdm_dist.config import Config
 from lomdm_dist.model.backbone import Block
 from lomdm_dist.ops.phase import phase
-from lomdm_dist.parallel.grid import Grid
-from lomdm_dist.parallel.layout import Layout, Piece
+from lomdm_dist.parallel.engine import Blueprint
+from lomdm_dist.parallel.layout import Piece
 from lomdm_dist.parallel.optimizer import (
     MOMENTS,
     clip_gradients,
@@ -32,15 +31,9 @@ class Fsdp2:
 
     local = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layouts: dict[str, Layout],
-        make_optimizer: Callable,
-        config: Config,
-        grid: Grid,
-    ):
-        self.module, self.layouts, self.grid = model, layouts, grid
+    def __init__(self, blueprint: Blueprint, make_optimizer: Callable):
+        config, grid, model = blueprint.config, blueprint.grid, blueprint.model
+        self.module, self.layouts, self.grid = model, blueprint.layouts, grid
         self.clip = config.optim.clip
         mesh = grid.data_mesh(config.parallel.shard_group)
         self.shards = mesh.get_group("shards")

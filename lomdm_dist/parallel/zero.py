@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lomdm_dist.config import Config
 from lomdm_dist.ops.phase import phase
+from lomdm_dist.parallel.engine import Blueprint
 from lomdm_dist.parallel.grid import Grid
 from lomdm_dist.parallel.layout import Layout, Piece
 from lomdm_dist.parallel.optimizer import (
@@ -31,16 +32,10 @@ REDUCE_BUCKET = 50_000_000  # elements; ZeRO 3 has a buffer of this size, by def
 class DeepSpeed:
     """See engine.py."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layouts: dict[str, Layout],
-        make_optimizer: Callable,
-        config: Config,
-        grid: Grid,
-    ):
+    def __init__(self, blueprint: Blueprint, make_optimizer: Callable):
+        config, grid, model = blueprint.config, blueprint.grid, blueprint.model
         deepspeed = import_deepspeed(grid)
-        self.stage, self.layouts, self.grid = config.parallel.zero_stage, layouts, grid
+        self.stage, self.layouts, self.grid = config.parallel.zero_stage, blueprint.layouts, grid
         self.clip = config.optim.clip
         self.local = self.stage < 2 and grid.tensor_size == 1
         settings = _settings(config, grid)
@@ -54,7 +49,7 @@ class DeepSpeed:
                 )
         for name, parameter in model.named_parameters():
             # DeepSpeed's norms count such a parameter on every tensor-parallel rank, others once
-            parameter.tensor_model_parallel = layouts[name].dim is not None
+            parameter.tensor_model_parallel = self.layouts[name].dim is not None
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the memory of each of its steps
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=make_optimizer(model, config.optim), mpu=grid.mpu, config=settings

@@ -99,7 +99,7 @@ class _Run:
     def __init__(self, config: Config, grid: Grid, counting: Counting):
         self.config, self.grid, self.counting = config, grid, counting
         self.blueprint = Blueprint(config, grid)
-        self.engine = start_engine(self.blueprint, partial(make_optimizer, fused=True), config, grid)
+        self.engine = start_engine(self.blueprint, partial(make_optimizer, fused=True))
         counting.name("parameters", _parameters(self.engine))
         counting.name("optimiser", (t for p in self.engine.pieces for t in (p.master, *p.moments.values())))
         self._name_gradients(since=0)

@@ -56,7 +56,7 @@ class Steps:
         self.share = config.train.global_batch // grid.data_size  # sequences of this rank in a step
         blueprint = Blueprint(config, grid)
         self.kernels, self.parameters = blueprint.kernels, blueprint.parameters
-        self.engine = start_engine(blueprint, make_optimizer, config, grid)
+        self.engine = start_engine(blueprint, make_optimizer)
         self.engine.fill(partial(blueprint.draw, seed=config.train.seed))
         self.average = WeightAverage(self.engine.pieces, config.optim.ema_decay)
         self.pad_id = reader.first.pad_id if reader else None

@@ -135,7 +135,7 @@ class Run:
 
         blueprint = Blueprint(config, grid)
         self.parameters, self.kernels = blueprint.parameters, blueprint.kernels
-        self.engine = start_engine(blueprint, make_optimizer, config, grid)
+        self.engine = start_engine(blueprint, make_optimizer)
         if inputs.resumed:
             self.engine.fill(partial(inputs.resumed.load_weights, kind="raw"))
         else:

@@ -77,7 +77,7 @@ def growth_of_a_start(parallel: dict) -> tuple[float, float]:
     with process_grid(parallel.tensor_parallel) as grid:
         blueprint = Blueprint(config, grid)
         before = peak()
-        engine = start_engine(blueprint, optimizer, config, grid)
+        engine = start_engine(blueprint, optimizer)
         engine.fill(partial(blueprint.draw, seed=0))
         peaks.append(peak())
         of_model, of_all = ((at - before) / blueprint.parameters for at in peaks)
