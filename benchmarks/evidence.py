@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from lomdm_dist import machine
+from lomdm_dist.commands.sweep import check_names
 from lomdm_dist.errors import MISTAKE, UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.model.flops import step_flops_a_sequence
@@ -48,11 +49,13 @@ SIGNALS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("do", choices=["run", "speed", "keep", "report"])
-    parser.add_argument(
-        "--text", help="to train on: a .txt, .jsonl or .parquet file, or hf:NAME; the first time only"
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("do", choices=["run", "speed", "keep", "report"], help="run: what make evidence does")
+    parser.add_argument("--text", help="to train on, the first time: .txt, .jsonl, .parquet, hf:NAME, or .gz")
     parser.add_argument("--rows", nargs="*", help="names with their seed, mdlm-s0; by default see above")
     parser.add_argument("--jobs", default=devices(), type=int, help="trainings at a time: one a GPU, or core")
     options = parser.parse_args()
@@ -69,8 +72,9 @@ def devices() -> int:
 
 def work(options) -> None:
     if options.do == "run":
-        prepare(options.text)
         rows = options.rows or default_rows()
+        check_names("row", rows, [point.name for point in points()])
+        prepare(options.text)
         lomdm("sweep", SWEEP, "--jobs", options.jobs, "--only", *rows)
         done = [point for point in points() if point.name in rows and is_done(point)]
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -105,6 +109,7 @@ def default_rows() -> list[str]:
 
 
 def prepare(text: str | None) -> None:
+    """Another text than before is refused: `data/evidence` and `runs/evidence` are of one."""
     if not text and not (DATA / "train").exists():
         sys.exit(
             f"evidence: {DATA} is not there yet: make evidence TEXT=FILE says what to train on "

@@ -12,6 +12,7 @@ from lomdm_dist.files import write_figure
 from lomdm_dist.tables import markdown
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+FIGURES = (DOCS / "evidence_curves.png", DOCS / "evidence_order.png")
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
 UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
@@ -25,7 +26,7 @@ MEASURES = ("steps", "seconds", "FLOPs")
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
     tables = [bounds(groups), *(differences(groups, base) for base in BASES), worth(groups), paces(groups)]
-    print(*tables, sep="\n\n")
+    print(*filter(None, tables), sep="\n\n")
     if "seconds_a_step" not in kept:
         sys.exit("no seconds a step are kept, so no more is told: python -m benchmarks.evidence speed")
     seconds = {group: statistics.median(found) for group, found in kept["seconds_a_step"]["rows"].items()}
@@ -33,6 +34,7 @@ def report(kept: dict) -> None:
     draw_curves(groups, kept, seconds)
     if "lomdm" in groups:
         draw_order(groups["lomdm"])
+    print(f"\ndrawn: {', '.join(str(path.relative_to(DOCS.parent)) for path in FIGURES)}")
 
 
 def by_group(rows: dict[str, dict]) -> dict[str, list[dict]]:
@@ -56,7 +58,7 @@ def said(values: list[float | None], digits: int = 4) -> str:
 
 
 def table(names: tuple[str, ...], rows: list[list]) -> str:
-    return "\n".join(markdown(names, rows))
+    return "\n".join(markdown(names, rows)) if rows else ""
 
 
 def less(value: float | None, other: float | None) -> float | None:
@@ -240,7 +242,7 @@ def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, fl
     panels[0].axhline(level, color="0.5", linestyle=":", linewidth=1)
     panels[0].annotate("entropy of single tokens", (1, level), xycoords=("axes fraction", "data"), ha="right",
                        va="bottom", fontsize="small", color="0.4")  # fmt: skip
-    write_figure(figure, DOCS / "evidence_curves.png")
+    write_figure(figure, FIGURES[0])
 
 
 def draw_order(rows: list[dict]) -> None:
@@ -265,4 +267,4 @@ def draw_order(rows: list[dict]) -> None:
         axes.set_xlabel("steps")
     for axes in panels[:2]:
         axes.legend(frameon=False)
-    write_figure(figure, DOCS / "evidence_order.png")
+    write_figure(figure, FIGURES[1])

@@ -145,6 +145,7 @@ def main() -> None:
 
     new["run"] = trained_step() < STEPS
     if trained_step() < STOP:
+        print("\n(stopped half-way, and resumed: DeepSpeed's launcher calls that, status 75, an error)")
         train("--resume", "auto", "--stop-after", STOP, expect=REQUEUE)
     if new["run"]:
         train("--resume", "auto")

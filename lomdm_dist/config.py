@@ -198,6 +198,11 @@ class WindowObjective(Timed):
     window_eps: Annotated[Number, Field(ge=1e-12, lt=1)] = 1e-4
     samples: ClassVar[int] = 1
 
+    def in_words(self) -> str:
+        """Its order is said, default or not."""
+        more = {"blocks": f" block={self.block}", "permutation": f" permutation_seed={self.permutation_seed}"}
+        return f"window order={self.order}{more.get(self.order, '')} time={self.time}"
+
     def _problems(self) -> Iterator[str]:
         given = self.permutation
         for key, order in {

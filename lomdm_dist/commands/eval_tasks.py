@@ -119,7 +119,8 @@ def _load_tasks(names: list[str], include_path: str | None):
     try:
         loaded = manager.load(names)
     except Exception as error:  # of many kinds: no such name, a bad YAML, a data set out of reach
-        raise UserError(f"--tasks {' '.join(names)}: {first_line(error)}") from None
+        hint = "; the harness reads its sets from the hub, or what was read before from its cache (HF_HOME)"
+        raise UserError(f"--tasks {' '.join(names)}: {first_line(error)}{hint}") from None
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             raise UserError(f"--tasks {name}: it runs code that a model wrote, or shows it images: not here")

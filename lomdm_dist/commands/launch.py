@@ -54,7 +54,7 @@ def _check_hosts(options, overrides: list[str]) -> None:
     from lomdm_dist.launch.check import check, table
 
     if options.hostfile is None or options.config is None:
-        raise UserError("lomdm launch --check needs --hostfile FILE and --config FILE")
+        raise UserError("lomdm launch --check needs both --hostfile FILE and --config FILE")
     if late := [word for word in overrides if word.startswith("-")]:
         raise UserError(f"lomdm launch --check: {late[0]} stands after section.key=value; put it before")
     result = check(options.hostfile, options.config, overrides, options.port)

@@ -1,6 +1,7 @@
 """`lomdm plan`: how to train on so many GPUs, and what it takes."""
 
 import argparse
+import difflib
 from pathlib import Path
 
 from lomdm_dist.errors import UserError
@@ -33,7 +34,9 @@ def gpu_of(options):
 
     known = machine.GPUS | (machine.read_hardware(options.hardware) if options.hardware else {})
     if options.gpu not in known:
-        raise UserError(f"--gpu {options.gpu}: known are {', '.join(known)}")
+        near = difflib.get_close_matches(options.gpu, known, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--gpu {options.gpu}: known are {', '.join(known)}{hint}")
     return known[options.gpu]
 
 

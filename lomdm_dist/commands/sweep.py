@@ -46,7 +46,7 @@ def _sweep(options) -> None:
     from lomdm_dist.train.inputs import run_lock
 
     sweep = load_sweep(options.file, options.overrides)
-    _check_names(options.only, [point.name for point in sweep.points])
+    check_names("point", options.only, [point.name for point in sweep.points])
     if options.print:
         _print_commands(options, sweep, look_up(sweep, options.retry))
         return
@@ -56,12 +56,13 @@ def _sweep(options) -> None:
         _run(options, sweep, look_up(sweep, options.retry))
 
 
-def _check_names(only: list[str] | None, names: list[str]) -> None:
-    for name in only or []:
+def check_names(kind: str, asked: list[str] | None, names: list[str]) -> None:
+    """UserError where one is none of the names."""
+    for name in asked or []:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise UserError(f"--only {name}: no such point; {hint}")
+            raise UserError(f"there is no {kind} {name}; {hint}")
 
 
 def _check_processes(options, sweep) -> None:

@@ -199,6 +199,8 @@ def read_hub(name: str, field: str, config: str | None = None) -> Iterator[str]:
         stream = _open_hub(datasets.load_dataset, name, config, split or "train")
     except Exception as error:  # network, access, spelling: the library raises many kinds
         reason = first_line(error)
-        raise UserError(f"cannot load the data set {name} from the hub: {reason}") from None
+        raise UserError(
+            f"cannot load the data set {name} from the hub: {reason}; without network give its files, --input"
+        ) from None
     for number, record in enumerate(stream):
         yield field_of(record, field, f"{name} record {number}")

@@ -165,7 +165,7 @@ class Store:
                     return
                 reason, damaged = "it is not what its manifest lists: its checksum differs", True
             except ImportError as error:
-                hint = "pip install 'lomdm_dist[remote]'"
+                hint = "pip install -e '.[remote]'"
                 raise UserError(f"cannot read {name}: {error} ({hint})") from None
             except Exception as error:  # each file system has its own kinds
                 if isinstance(error, FileNotFoundError) and error.__cause__:

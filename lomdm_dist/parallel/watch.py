@@ -49,6 +49,7 @@ DATA, PASSES, UPDATE, VALIDATION, SAVING = PHASES = (
     "saving",  # takes as long as the disk does
 )
 FOREVER = float("inf")
+QUIET = 60.0  # seconds between words about slow steps
 
 
 class Verdict(NamedTuple):
@@ -108,6 +109,7 @@ class Watch:
         self._silent: list[int] = []  # when the verdict came
         self.stacks, self._asked = run / "stacks" / f"rank-{self.rank}.txt", None
         self._slow: tuple[int, float] | None = None
+        self._said_slow = -FOREVER
         self._table_due = FOREVER
 
     def _meet(self, place: tuple) -> list[tuple]:
@@ -141,8 +143,10 @@ class Watch:
         usual = self.median()
         self.durations.append(seconds)
         if self.rank == 0 and usual and seconds > max(self.faults.slow_factor * usual, BEAT):
-            say(f"step {step} took {seconds:.3g} s, {seconds / usual:.3g} times the median")
-            self._slow = (step, time.monotonic())
+            now = time.monotonic()
+            if now - self._said_slow > QUIET:
+                say(f"step {step} took {seconds:.3g} s, {seconds / usual:.3g} times the median")
+                self._slow, self._said_slow = (step, now), now
 
     def median(self) -> float | None:
         """Seconds a step, of the last ones; None while they are too few."""

@@ -208,13 +208,13 @@ class Run:
             if not good and self._roll_back_if_due():
                 continue
             done, last = self.progress.step, self.progress.step == train.steps
-            if done % train.log_every == 0 or last:
+            unsaved = sums["unsaved"] > 0 and self.config.faults.on_failed_save == "stop"
+            stopping = not last and (sums["asked"] > 0 or done == stop_after) and not unsaved
+            if done % train.log_every == 0 or last or stopping:
                 self._log()
             aside = time.perf_counter()
             if train.valid_every and (last or done % train.valid_every == 0):
                 self._validate()
-            unsaved = sums["unsaved"] > 0 and self.config.faults.on_failed_save == "stop"
-            stopping = not last and (sums["asked"] > 0 or done == stop_after) and not unsaved
             if stopping or last or (done % train.save_every == 0 and good and not unsaved):
                 self.save(goes_on=not (stopping or last))
             self.clock += time.perf_counter() - aside  # the speed is that of training alone
