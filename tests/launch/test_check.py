@@ -243,7 +243,7 @@ def test_hosts_that_are_well_pass(cluster, capsys):
 def test_what_only_the_meeting_shows(cluster, capsys, monkeypatch):
     Path("valid").rmdir()
     Path("torch.py").write_text(
-        "class cuda:\n    device_count = staticmethod(lambda: 0)\n"
+        "class cuda:\n    device_count = staticmethod(lambda: 0)\nclass device: ...\n"
     )  # quick to import
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{ROOT}")
     status, problems, _ = checked(cluster("a slots=2\nunshared slots=1\nwalled slots=1\n"), capsys)

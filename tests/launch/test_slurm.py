@@ -20,7 +20,7 @@ show) [ "$*" = "show hostnames nodes" ] && seq -f node%g 0 $((SLURM_NNODES - 1))
 esac
 """,
     # signals go to the first process of a task only, as proctrack/cgroup has it, SIGKILL to all; SIGTERM
-    # kills, and so does the end of a task: at once, or after --wait, whose 120 s are 2 here
+    # kills, and so does the end of a task: at once, or after --wait, whose 120 s are WAIT (2) here
     "srun": """#!{python}
 import os, signal, subprocess, sys
 words = sys.argv[1:]
@@ -46,7 +46,7 @@ while tasks:
     if status and "--kill-on-bad-exit=0" not in options:
         signal_all(signal.SIGKILL, os.killpg)
     if "--wait=120" in options:
-        signal.alarm(signal.alarm(0) or 2)
+        signal.alarm(signal.alarm(0) or int(os.environ.get("WAIT", 2)))
 os._exit(worst)
 """,
     "python": """#!/bin/sh
@@ -122,7 +122,7 @@ def wait_for(path: Path, count: int):
 @pytest.mark.parametrize("tasks_a_node", [8, 1])
 @pytest.mark.parametrize("nodes", [1, 4, 64])
 def test_every_rank_starts_once(submit, tmp_path, nodes, tasks_a_node):
-    process = submit(nodes, tasks_a_node, QUICK="yes" if nodes == 64 else "")
+    process = submit(nodes, tasks_a_node, QUICK="yes" if nodes == 64 else "", WAIT=120)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
     started = sorted((line.split(maxsplit=6) for line in lines(tmp_path / "ranks")), key=lambda w: int(w[0]))
