@@ -56,11 +56,10 @@ class Health:
         faults, said = self.faults, f"{what} ({self._in_a_row} in a row)"
         most = {"stop": 1, "skip": faults.nonfinite_in_a_row, "rollback": math.inf}[faults.on_nonfinite]
         if self._in_a_row >= most:
-            saved = (self.run / LATEST).exists()
-            again = f"nothing was saved after it: resume from {self.run}/{LATEST}"
             raise RunFailed(
-                f"{said}; {again if saved else 'nothing was saved yet: begin again'} with a smaller learning "
-                "rate, or with faults.on_nonfinite=rollback, which goes on behind these data"
+                f"{said}; nothing was saved after it: resume from {self.run}/{LATEST} if it is there, or "
+                "begin again, with a smaller learning rate, or with faults.on_nonfinite=rollback, which goes "
+                "on behind these data"
             )
         return f"left out: {said}"
 

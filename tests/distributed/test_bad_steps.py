@@ -7,11 +7,8 @@ import shutil
 import pytest
 import torch
 
-from lomdm_dist.config import FaultsConfig
 from lomdm_dist.convert.checkpoint import seal
 from lomdm_dist.data.reader import open_reader
-from lomdm_dist.errors import RunFailed
-from lomdm_dist.train.bad_steps import Health
 from lomdm_dist.train.checkpoint import Checkpoint
 from tests.distributed import grids
 from tests.distributed.grids import on_processes
@@ -29,6 +26,7 @@ def train(
     overrides: list[str], bad: set[int], bad_rank: int, where: str = "forward"
 ) -> tuple[list[str], str]:
     """Train; one rank's activations or gradients of some global batches are NaN. What is said, the end."""
+    from lomdm_dist.errors import RunFailed
     from lomdm_dist.parallel.grid import rank
     from lomdm_dist.train import gradients, loop
     from lomdm_dist.train.metrics import Reporter
@@ -158,9 +156,7 @@ def test_skip_stops_after_so_many_in_a_row(base, tmp_path):
         "left out: the loss of step 4 is nan: ran",
     ]
     assert "the loss of step 5 is nan" in end and "(2 in a row)" in end
-    assert f"resume from {run}/latest" in end
-    with pytest.raises(RunFailed, match="nothing was saved yet: begin again"):
-        Health(FaultsConfig(on_nonfinite="stop"), tmp_path / "new").left_out("a step")
+    assert f"resume from {run}/latest if it is there, or begin again" in end
 
 
 def break_weights(overrides: list[str]) -> tuple[list[str], str]:
