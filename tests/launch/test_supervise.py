@@ -155,7 +155,7 @@ def test_what_cannot_be_supervised_is_a_mistake(launch, command, message):
         ([], "give a command"),
         (["--restarts", "-1", "true"], "--restarts -1"),
         (["--hostfile", "hosts", "deepspeed"], "--hostfile"),
-        (["--check", "--config", "c"], "needs --hostfile"),
+        (["--check", "--config", "c"], "needs both --hostfile"),
         (["--check", "--hostfile", "h", "--config", "c", "a.b=1", "--port", "1"], "--port stands after"),
     ],
 )
