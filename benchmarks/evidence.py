@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lomdm_dist import machine
-from lomdm_dist.commands.sweep import check_names
+from lomdm_dist.commands.common import check_names
 from lomdm_dist.errors import MISTAKE, UserError
 from lomdm_dist.files import write_atomically
 from lomdm_dist.model.flops import step_flops_a_sequence

@@ -12,7 +12,6 @@ from lomdm_dist.files import write_figure
 from lomdm_dist.tables import markdown
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-FIGURES = (DOCS / "evidence_curves.png", DOCS / "evidence_order.png")
 PAIRS = {"A, hatA": 2, "A, confidence": 3, "hatA, confidence": 4}  # places in a row's curve
 SIGNALS = {"advantage_std": 1, "log_q_ratio_std": 2, "exponent_std": 3}
 UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
@@ -34,7 +33,6 @@ def report(kept: dict) -> None:
     draw_curves(groups, kept, seconds)
     if "lomdm" in groups:
         draw_order(groups["lomdm"])
-    print(f"\ndrawn: {', '.join(str(path.relative_to(DOCS.parent)) for path in FIGURES)}")
 
 
 def by_group(rows: dict[str, dict]) -> dict[str, list[dict]]:
@@ -242,7 +240,12 @@ def draw_curves(groups: dict[str, list[dict]], kept: dict, seconds: dict[str, fl
     panels[0].axhline(level, color="0.5", linestyle=":", linewidth=1)
     panels[0].annotate("entropy of single tokens", (1, level), xycoords=("axes fraction", "data"), ha="right",
                        va="bottom", fontsize="small", color="0.4")  # fmt: skip
-    write_figure(figure, FIGURES[0])
+    write(figure, "evidence_curves.png")
+
+
+def write(figure, name: str) -> None:
+    write_figure(figure, DOCS / name)
+    print(f"drawn: docs/{name}")
 
 
 def draw_order(rows: list[dict]) -> None:
@@ -267,4 +270,4 @@ def draw_order(rows: list[dict]) -> None:
         axes.set_xlabel("steps")
     for axes in panels[:2]:
         axes.legend(frameon=False)
-    write_figure(figure, FIGURES[1])
+    write(figure, "evidence_order.png")

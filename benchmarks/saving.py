@@ -35,10 +35,9 @@ DATA = DataFacts(
 
 
 def config_in(folder: Path, ranks: int) -> Config:
-    config = config_of("deepspeed", 1, "bf16", ranks)
-    model = config.model.model_copy(update={"width": 768, "heads": 12, "blocks": 6, "vocab_size": 8192})
-    train = config.train.model_copy(update={"run": folder / "run", "keep_last": 1})
-    return config.model_copy(update={"model": model, "train": train})
+    model = {"model.width": 768, "model.heads": 12, "model.blocks": 6, "model.vocab_size": 8192}
+    run = {"train.run": folder / "run", "train.keep_last": 1}
+    return config_of("deepspeed", 1, "bf16", ranks).changed(model | run)
 
 
 def seconds(work) -> float:

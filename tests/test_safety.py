@@ -376,7 +376,7 @@ def test_nothing_is_written_through_a_link_in_out(checkpoint, secret, tmp_path, 
 def test_links_in_the_tokenizer_of_data_do_not_enter_checkpoints(data, secret, tmp_path, capsys, trained_run):
     (data / "tokenizer/chat_template.jinja").symlink_to(secret)
     places = [f"data.{split}={data / split}" for split in ("train", "valid")]
-    config = ["--config", trained_run.run / "config.yaml", f"train.run={tmp_path}"]
+    config = ["--config", trained_run.run / "config.yaml", f"train.run={tmp_path / 'run'}"]
     assert "chat_template.jinja is a link" in refused(capsys, "train", *config, *places)
     options = ["--out", tmp_path / "out", "--shard-mib", 1]
     assert "chat_template.jinja is a link" in refused(capsys, "prepare", "reshard", data, *options)

@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import difflib
+from collections.abc import Iterable
 
 from lomdm_dist.errors import UserError
 
@@ -33,6 +35,15 @@ def check_pace(path: str, overrides: list[str]) -> list[str]:
         kind = f"{objective.name} with a polynomial schedule" if objective.name == "lomdm" else objective.name
         raise UserError(f"{' '.join(overrides)}: {path} is {kind}; only lomdm's exponents have c1 and c2")
     return overrides
+
+
+def check_names(kind: str, asked: Iterable[str], names: Iterable[str]) -> None:
+    """UserError where one is none of the names."""
+    for name in asked:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise UserError(f"there is no {kind} {name}; {hint}")
 
 
 def positive(options, *names: str) -> None:

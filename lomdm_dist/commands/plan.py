@@ -1,9 +1,9 @@
 """`lomdm plan`: how to train on so many GPUs, and what it takes."""
 
 import argparse
-import difflib
 from pathlib import Path
 
+from lomdm_dist.commands.common import check_names
 from lomdm_dist.errors import UserError
 from lomdm_dist.secrets import hide
 
@@ -33,10 +33,7 @@ def gpu_of(options):
     from lomdm_dist import machine
 
     known = machine.GPUS | (machine.read_hardware(options.hardware) if options.hardware else {})
-    if options.gpu not in known:
-        near = difflib.get_close_matches(options.gpu, known, 1, 0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--gpu {options.gpu}: known are {', '.join(known)}{hint}")
+    check_names("--gpu", [options.gpu], known)
     return known[options.gpu]
 
 

@@ -1,13 +1,12 @@
 """`lomdm sweep`: train every point of a sweep file, side by side or as SLURM jobs, and compare them."""
 
 import argparse
-import difflib
 import shlex
 import sys
 import time
 from pathlib import Path
 
-from lomdm_dist.commands.common import positive
+from lomdm_dist.commands.common import check_names, positive
 from lomdm_dist.errors import RunFailed, StoppedOnRequest, UserError
 from lomdm_dist.files import check_matplotlib
 from lomdm_dist.secrets import hide, say
@@ -46,7 +45,7 @@ def _sweep(options) -> None:
     from lomdm_dist.train.inputs import run_lock
 
     sweep = load_sweep(options.file, options.overrides)
-    check_names("point", options.only, [point.name for point in sweep.points])
+    check_names("point", options.only or [], [point.name for point in sweep.points])
     if options.print:
         _print_commands(options, sweep, look_up(sweep, options.retry))
         return
@@ -54,15 +53,6 @@ def _sweep(options) -> None:
     check_matplotlib("a sweep, which draws its result,")
     with run_lock(sweep.folder):
         _run(options, sweep, look_up(sweep, options.retry))
-
-
-def check_names(kind: str, asked: list[str] | None, names: list[str]) -> None:
-    """UserError where one is none of the names."""
-    for name in asked or []:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise UserError(f"there is no {kind} {name}; {hint}")
 
 
 def _check_processes(options, sweep) -> None:

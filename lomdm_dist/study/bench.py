@@ -206,13 +206,10 @@ def _changed(config: Config, case: Case, sequences: int) -> Config:
     objective = config.objective
     timed = {"time": objective.time, "time_eps": objective.time_eps}
     chosen = objective.model_dump() if case.objective == "lomdm" else {"name": case.objective} | timed
-    values = config.model_dump() | {"objective": chosen}
+    config = Config.model_validate(config.model_dump() | {"objective": chosen})
     texts = sequences // 2 if case.objective == "lomdm" else sequences
     usual = {"train.global_batch": texts, "train.micro_batch": texts, "train.two_samples": "split"}
-    for key, value in (usual | case.changes).items():
-        section, name = key.split(".")
-        values[section] = values[section] | {name: value}
-    return Config.model_validate(values)
+    return config.changed(usual | case.changes)
 
 
 def _model_flops(config: Config, case: Case, sequences: int) -> float:

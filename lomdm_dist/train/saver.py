@@ -23,7 +23,7 @@ from lomdm_dist import machine
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
 from lomdm_dist.files import sha256, write_atomically
-from lomdm_dist.parallel.grid import Grid
+from lomdm_dist.parallel.grid import Grid, rank
 from lomdm_dist.parallel.layout import Piece
 from lomdm_dist.train.checkpoint import (
     LATEST,
@@ -152,11 +152,12 @@ def _check_finite(state: dict) -> None:
 
 
 def _checksums(partial: Path, names: list[str]) -> dict[str, str]:
-    """The checksums of this rank's share of the files, `names`, that any rank has."""
-    for name in names:
+    """The checksums of this rank's share of `names`, the files that any rank has; the first sees them all."""
+    mine = share_of(names)
+    for name in names if rank() == 0 else mine:
         if not (partial / name).exists():
             raise FileNotFoundError(f"{name}, which another rank wrote, is not there: is it a shared disk?")
-    return {name: sha256(partial / name) for name in share_of(names)}
+    return {name: sha256(partial / name) for name in mine}
 
 
 def publish(partial: Path, final: Path, latest: Path) -> None:
