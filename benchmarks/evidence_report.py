@@ -18,7 +18,7 @@ UNCUT, CUT = "nll_per_token", "nll_per_token_cut"
 # each with what is compared to it: MDLM, and what a learned order has in place of one
 BASES = (("mdlm", "mdlm_long"), ("no_order",), ("c_1.3_0_uniform",))
 DRAWN = ("ar", "mdlm", "lomdm", "no_order", "lomdm_uniform", "c_1.3_1.25_uniform", "c_1.3_0_uniform")
-LONG = ("mdlm_long", "lomdm_long")
+LONG = ("mdlm_long", "lomdm_long", "c_1.3_1.25_uniform_long")
 MEASURES = ("steps", "seconds", "FLOPs")
 
 
@@ -135,7 +135,7 @@ def budgets(groups: dict[str, list[dict]], seconds: dict[str, float]) -> str:
     """What a row lacks when MDLM's steps, seconds or FLOPs are spent, and the share of them after which
     it first is where MDLM ends: by the validations during training."""
     lines = []
-    for group in (*DRAWN, LONG[1]):
+    for group in (*DRAWN, *LONG[1:]):
         pairs = pairs_with(groups.get(group, []), groups, BASES[0])
         for measure in MEASURES if group != "ar" and pairs else ():
             behind, shares = [], []

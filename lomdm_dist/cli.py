@@ -46,6 +46,8 @@ from lomdm_dist.errors import FAILED, INTERRUPTED, MISTAKE, RunFailed, StoppedOn
 from lomdm_dist.files import check_writable
 from lomdm_dist.secrets import hide
 
+# before torch is loaded: it prints frames of C++ where another process leaves the store first, as one must
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 SECONDS_AFTER_THE_FIRST = 5
 SECTIONS = (  # of the config; not imported from there, which takes a while
     *("model", "objective", "data", "optim", "train", "evaluate"),

@@ -626,6 +626,13 @@ class Config(Section):
         """Plain values, ready for YAML and JSON; secrets in addresses are hidden."""
         return self.model_dump(mode="json")
 
+    def alike(self) -> dict[str, Any]:
+        """By `section.key`, what must not differ between ranks: all but where the data lie."""
+        keys = {
+            f"{name}.{key}": value for name, part in self.as_dict().items() for key, value in part.items()
+        }
+        return {key: value for key, value in keys.items() if key not in ("data.train", "data.valid")}
+
     def save(self, path: Path) -> None:
         write_atomically(path, yaml.safe_dump(self.as_dict(), sort_keys=False))
 

@@ -101,7 +101,7 @@ def _measure_this_job(options, config) -> None:
     data = options.data or _data_at_hand(config)
     reader = _open_data(config) if data == "config" else None
     pinned = pin()
-    with process_grid(config.parallel.tensor_parallel, join()) as grid:
+    with process_grid(config.parallel.tensor_parallel, join(config.alike())) as grid:
         row = measure(config, grid, reader, options.steps, options.warmup) | {"pinned": pinned}
         if grid.first:
             point = points.Point("", config.train.micro_batch, row["ranks"], tuple(options.overrides))

@@ -64,7 +64,7 @@ def length_of(options, most: int, usual: int | None = None) -> int:
 
 
 @contextlib.contextmanager
-def processes():
+def processes(options):
     """The grid of the processes that a launcher started; None for one that was started plainly.
 
     An evaluation shares its sequences out over them (`grid.data_rank` of `grid.data_size`); each has the
@@ -75,7 +75,8 @@ def processes():
     if world_size() == 1:
         yield None
         return
-    with process_grid(store=join()) as grid:
+    alike = {f"--{name}": str(value) for name, value in vars(options).items() if name != "run"}
+    with process_grid(store=join(alike)) as grid:
         yield grid
 
 

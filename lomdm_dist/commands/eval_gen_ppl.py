@@ -61,7 +61,7 @@ def _gen_ppl(options) -> None:
     logging.set_verbosity_error()  # what matters of what the library warns of is an error here
     logging.disable_progress_bar()
     judge = open_judge(options.judge)
-    with processes() as grid:
+    with processes(options) as grid:
         rows, samples = _rows(checkpoint, judge, length, eos, options, grid)
         if grid and not grid.first:
             return

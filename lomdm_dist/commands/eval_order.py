@@ -36,7 +36,7 @@ def _order(options) -> None:
     checkpoint = Checkpoint(options.checkpoint, only(options.overrides, "sampler."))
     length, steps = _check(options, checkpoint.config)
     shards, tokenizer = open_shards(options, checkpoint), checkpoint.tokenizer()
-    with processes() as grid:
+    with processes(options) as grid:
         model = checkpoint.build_model(options.weights).to(device(grid))
         result = _of_data(model, shards, tokenizer, options, grid)
         samples = _samples(model, checkpoint.config, tokenizer, length, steps, options, grid)

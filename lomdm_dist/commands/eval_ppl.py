@@ -48,7 +48,7 @@ def open_checkpoint(options):
 
 
 def _ppl(options) -> None:
-    with processes() as grid:
+    with processes(options) as grid:
         checkpoint = open_checkpoint(options)
         shards = open_shards(options, checkpoint)
         result = measure(options, checkpoint, shards, grid)

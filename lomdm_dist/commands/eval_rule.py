@@ -38,7 +38,7 @@ def _rule(options) -> None:
     checkpoint = Checkpoint(options.checkpoint, [*overrides, f"sampler.rule={options.rule}"])
     check_exact(checkpoint.config.sampler, checkpoint.config.objective)
     shards = open_shards(options, checkpoint)
-    with processes() as grid:
+    with processes(options) as grid:
         result = _estimate(options, checkpoint, shards, grid)
         if grid is None or grid.first:
             print(_say(result))

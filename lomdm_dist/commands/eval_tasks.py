@@ -44,7 +44,7 @@ def _tasks(options) -> None:
             raise UserError(f"--gen-kwargs {setting}: give KEY=VALUE")
     lm_eval = _harness()
     tasks = _load_tasks(options.tasks, options.include_path)
-    with processes() as grid:
+    with processes(options) as grid:
         model = harness_model()(
             options.checkpoint,
             options.weights,

@@ -42,7 +42,7 @@ def _zero_shot(options) -> None:
     from lomdm_dist.evaluate.report import zero_shot_table
     from lomdm_dist.evaluate.zero_shot import find_files
 
-    with processes() as grid:
+    with processes(options) as grid:
         checkpoint = open_checkpoint(options)
         files = find_files(options.sets or list(ZERO_SHOT_SETS), options.input)
         missing = [name for name in options.sets or ZERO_SHOT_SETS if name not in files]

@@ -7,6 +7,7 @@ Megatron-core's.
 """
 
 import contextlib
+import json
 import os
 import socket
 import time
@@ -22,12 +23,19 @@ from lomdm_dist.errors import RunFailed, UserError, first_line
 
 JOIN_SECONDS = 600.0  # for the processes to find each other
 COLLECTIVE = timedelta(minutes=30)
+NAMED = 4  # differences in an error
 SAVE = timedelta(days=1)  # a disk may be slow; that a peer is lost is found in another way (watch.py)
 
 
 def world_size() -> int:
     """Processes of this job, known before any process group starts. Raises UserError."""
-    return _place("WORLD_SIZE", 1)
+    size = _place("WORLD_SIZE", 1)
+    if not _place("RANK", 0) < size:
+        raise UserError(
+            f"the environment has WORLD_SIZE={size} and RANK={_place('RANK', 0)}: ranks go from 0 to "
+            "WORLD_SIZE - 1"
+        )
+    return size
 
 
 def rank() -> int:
@@ -120,30 +128,89 @@ class _DeepSpeedNames:
         self.get_data_parallel_group = state.get_data_parallel_group
 
 
-def join(seconds: float = JOIN_SECONDS) -> dist.Store:
-    """Meet the other processes of the job at its store. RunFailed where not all of them come in time."""
+def join(alike: dict, seconds: float = JOIN_SECONDS) -> dist.Store:
+    """Meet the other processes of the job at its store, each with the same values of what is `alike`.
+
+    alike: plain values by name. RunFailed where not all come in time; UserError, on all ranks, where one has
+    other values, and before they meet where the place to meet at is none.
+    """
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    count, until, missing = world_size(), time.monotonic() + seconds, ""
+    place, until = _meeting_place(), time.monotonic() + seconds
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        if rank() > 0:
+            _wait_for_the_first(place, until)
+        store, *_ = next(dist.rendezvous("env://", timeout=_left(until)))
         # torchrun's store outlives the processes that it starts again
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        store.set(f"here/{rank()}", "")
+        if rank() == 0:
+            store.set("alike", json.dumps(alike))
+        store.wait(["alike"], _left(until))
+        store.set(f"here/{rank()}", _differences(alike, json.loads(store.get("alike"))))
+        keys = [f"here/{other}" for other in range(world_size())]
         with contextlib.suppress(dist.DistError):
-            left = timedelta(seconds=max(1.0, until - time.monotonic()))
-            store.wait([f"here/{other}" for other in range(count)], left)
+            store.wait(keys, _left(until))
+            _refuse_others(store.multi_get(keys))
             return store
-        gone = [str(other) for other in range(count) if not store.check([f"here/{other}"])]
-        missing = f"; not here: ranks {', '.join(gone)}"
-    except dist.DistError as error:
-        missing = f" ({first_line(error)})"
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        gone = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        why = f"not here: ranks {', '.join(gone)}"
+    except (dist.DistError, OSError) as error:
+        why = first_line(error)
+    address = f"{place[0]}:{place[1]}"
+    if "EADDRINUSE" in why:
+        raise RunFailed(f"the port of {address} is in use: end what holds it, or give another --master_port")
     raise RunFailed(
-        f"the {count} processes of this job did not find each other at {address} within {seconds:g} s: did "
-        f"one not start, or is a firewall in between{missing}? More time: faults.join_seconds"
+        f"the {world_size()} processes of this job did not find each other at {address} within {seconds:g} s "
+        f"({why}): did one not start, or is a firewall in between? More time: faults.join_seconds"
     )
+
+
+def _meeting_place() -> tuple[str, int]:
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(
+            f"the environment has WORLD_SIZE={world_size()} but MASTER_ADDR={host or 'nothing'} and "
+            f"MASTER_PORT={port or 'nothing'}: give the host of the first rank, and a port of it; torchrun "
+            "and deepspeed say both"
+        )
+    return host, int(port)
+
+
+def _left(until: float) -> timedelta:
+    return timedelta(seconds=max(1.0, until - time.monotonic()))
+
+
+def _wait_for_the_first(place: tuple[str, int], until: float) -> None:
+    """torch's own way to wait for a store takes up to three times as long as it is told."""
+    while True:
+        try:
+            socket.create_connection(place, timeout=_left(until).total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
+
+
+def _differences(ours: dict, theirs: dict) -> str:
+    """In a few words, or none; `theirs` are of JSON."""
+    ours = json.loads(json.dumps(ours))
+    words = [
+        f"{name} ({ours.get(name)}, there {theirs.get(name)})"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+    return ", ".join(words[:NAMED]) + (", ..." if len(words) > NAMED else "")
+
+
+def _refuse_others(differences: list[bytes]) -> None:
+    for number, words in enumerate(differences):
+        if words:
+            raise UserError(
+                f"rank {number} differs from rank 0 in {words.decode()}: all ranks need one command and one "
+                "config (or does another job use this MASTER_PORT?)"
+            )
 
 
 @contextlib.contextmanager
@@ -167,7 +234,7 @@ def process_grid(tensor_parallel: int = 1, store: dist.Store | None = None, fake
     dist.init_process_group(
         "nccl" if on_gpu else on_host,
         timeout=COLLECTIVE,
-        store=store or join(),
+        store=store or join({}),
         rank=rank(),
         world_size=world_size(),
         device_id=device if on_gpu else None,

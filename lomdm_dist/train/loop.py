@@ -64,12 +64,12 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         return {"steps": start, "loss": None, "tokens": inputs.resumed.progress.tokens, "reused": True}
     if stop_after is not None and stop_after <= start:
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
-    with running(config, inputs) as run:
+    with running(config, inputs, {"--resume": resume, "--stop-after": stop_after}) as run:
         return run.train(config.train.steps if stop_after is None else stop_after)
 
 
 @contextlib.contextmanager
-def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
+def running(config: Config, inputs: Inputs, options: dict) -> Iterator["Run"]:
     """A run, all its processes joined; what was begun is written before it is left, whatever happened."""
     tensor_parallel = config.parallel.tensor_parallel
     if tensor_parallel > 1 and config.parallel.engine == "deepspeed":
@@ -79,7 +79,7 @@ def running(config: Config, inputs: Inputs) -> Iterator["Run"]:
     # that a launcher sends because a rank is lost must not keep the watch from naming it.
     with (
         run_lock(config.train.run),
-        contextlib.nullcontext(join(config.faults.join_seconds)) as store,
+        contextlib.nullcontext(join(config.alike() | options, config.faults.join_seconds)) as store,
         StopRequest(config.train.run) as stop,
         Watch(store, config.faults, config.train.run) as watch,
         process_grid(tensor_parallel, store) as grid,
