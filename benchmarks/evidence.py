@@ -10,6 +10,7 @@ What is there is not made again. docs/evidence.md says what came out.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ import torch
 
 from lomdm_dist import machine
 from lomdm_dist.commands.common import check_names
-from lomdm_dist.errors import MISTAKE, UserError
+from lomdm_dist.errors import MISTAKE, UserError, first_line
 from lomdm_dist.files import write_atomically
 from lomdm_dist.model.flops import step_flops_a_sequence
 from lomdm_dist.study.sweep import Point, is_done, load_sweep, objects
@@ -87,7 +88,8 @@ def work(options) -> None:
     else:
         from benchmarks.evidence_report import report
 
-        report(read_kept())
+        with reading(KEPT, "take it as it was committed, or keep the rows again"):
+            report(read_kept())
 
 
 def lomdm(*words) -> None:
@@ -120,16 +122,33 @@ def prepare(text: str | None) -> None:
               "--length", 64, "--valid-fraction", 0.03, "--json", DATA.with_suffix(".json"))  # fmt: skip
 
 
+@contextlib.contextmanager
+def reading(path: Path, advice: str):
+    """UserError, with the advice, where what is read there is missing or other than this program wrote it."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise UserError(
+            f"{path} is damaged ({type(error).__name__}: {first_line(error)}): {advice}"
+        ) from error
+
+
+def is_made(result: Path, point: Point) -> bool:
+    """Whether a result is there, and is of the last step: a row may have been trained longer since."""
+    state = point.run / "checkpoints" / f"step-{point.config.train.steps}" / "state.json"
+    return result.exists() and result.stat().st_mtime >= state.stat().st_mtime
+
+
 def evaluate(point: Point) -> None:
     """The bounds of the whole validation split; of two rows what they write."""
     order, picture = (point.run / name for name in ("order.json", "trajectory.png"))
     where, valid = ("--checkpoint", point.run), ("--data", DATA / "valid")
     for name, overrides in (("ppl", []), *variants(point).items()):
-        if not (out := point.run / f"{name}.json").exists():
+        if not is_made(out := point.run / f"{name}.json", point):
             lomdm("eval", "ppl", *where, *valid, "--draws", DRAWS, "--json", out, *overrides)
-    if point.name in LOOKED_AT and not order.exists():
+    if point.name in LOOKED_AT and not is_made(order, point):
         lomdm("eval", "order", *where, *valid, "--draws", DRAWS, "--json", order)
-    if point.name == LOOKED_AT[1] and not picture.exists():
+    if point.name == LOOKED_AT[1] and not is_made(picture, point):
         beside = next(other for other in points() if other.name == LOOKED_AT[0])
         if is_done(beside):
             lomdm("sample", *where, "--num", 1, "--beside", beside.run, "--trajectory", picture)
@@ -173,8 +192,11 @@ def collect() -> dict[str, dict]:
     """Of each row that is done and evaluated here: numbers, and what they were made with."""
     found = {}
     for point in points():
-        if (point.run / "ppl.json").exists() and is_done(point):
-            found[point.name] = row_of(point)
+        if is_done(point) and is_made(point.run / "ppl.json", point):
+            with reading(
+                point.run, "delete the file in question, or move the folder away: run makes it anew"
+            ):
+                found[point.name] = row_of(point)
     return found
 
 
@@ -232,8 +254,9 @@ def row_of(point: Point) -> dict:
 
 def read(path: Path) -> dict:
     """A command's result; its command as it was written, without the place of this checkout."""
-    result = json.loads(path.read_text())
-    return result | {"command": ["lomdm", *result["command"][1:]]}
+    with reading(path, "delete it: run makes it anew"):
+        result = json.loads(path.read_text())
+        return result | {"command": ["lomdm", *result["command"][1:]]}
 
 
 def compare(found: dict[str, dict]) -> None:
@@ -246,7 +269,11 @@ def compare(found: dict[str, dict]) -> None:
 
 
 def read_kept() -> dict:
-    return json.loads(KEPT.read_text()) if KEPT.exists() else {"rows": {}}
+    if not KEPT.exists():
+        return {"rows": {}}
+    with reading(KEPT, "take it as it was committed, or move it away"):
+        kept = json.loads(KEPT.read_text())
+        return kept | {"rows": dict(kept["rows"])}
 
 
 def write_kept(kept: dict) -> None:
@@ -256,7 +283,9 @@ def write_kept(kept: dict) -> None:
 def keep(found: dict[str, dict]) -> None:
     if not found:
         sys.exit("evidence: no row is done here yet: make evidence")
-    kept, data = read_kept(), read(DATA.with_suffix(".json"))
+    kept = read_kept()
+    with reading(DATA.with_suffix(".json"), "move the folder away, too: run --text makes both anew"):
+        data = read(DATA.with_suffix(".json"))
     if kept["rows"] and kept["data"]["splits"] != data["splits"]:
         sys.exit(f"evidence: {KEPT.name} has rows of another text; move it away to keep these")
     rows, sweep = kept["rows"] | found, {point.name: about(point) for point in points()}

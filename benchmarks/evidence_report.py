@@ -24,6 +24,8 @@ MEASURES = ("steps", "seconds", "FLOPs")
 
 def report(kept: dict) -> None:
     groups = by_group(kept["rows"])
+    if not groups:
+        sys.exit("no row is kept: python -m benchmarks.evidence keep")
     tables = [bounds(groups), *(differences(groups, base) for base in BASES), worth(groups), paces(groups)]
     print(*filter(None, tables), sep="\n\n")
     if "seconds_a_step" not in kept:

@@ -59,6 +59,9 @@ OVERRIDE = re.compile(rf"({'|'.join(SECTIONS)})(\.\w+)*=")
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
     """Run one command and exit with its status. `train.py` is `lomdm train`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed; its number must not become that of a file of ours
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.excepthook = _say_traceback
     options = _parse(_parser(default_command), arguments)
     with contextlib.suppress(AttributeError):  # whatever stands in for a terminal
@@ -100,6 +103,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
         ours = ours and words[-1:] != ["--prompt"]  # a text, whatever it says
         (taken if ours else words).append(word)
         option = word.partition("=")[0] if word.startswith("--") else option
+    for before, word in zip(["", *words], words, strict=False):
+        if (not word and before != "--prompt") or re.fullmatch(r"--(?!prompt)[\w-]+=", word):
+            parser.error(f"what follows {word or before} is empty: is a variable not set?")
     options, more = parser.parse_known_args(words)
     more = [*more, *taken]
     if more and (not hasattr(options, "overrides") or any(word.startswith("-") for word in more)):

@@ -79,7 +79,7 @@ class ModelConfig(Section):
     mask_id: NonNegative
     eos_id: NonNegative | None = None
     length: Positive
-    width: Positive
+    width: Annotated[int, Field(gt=0, le=2**20, strict=True)]
     blocks: Annotated[Positive, Field(le=10_000)]
     heads: Positive
     condition_width: Positive = 128
@@ -259,14 +259,16 @@ class Source(Section):
     weight: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
 
 
-def _one_source(value):
-    return [{"path": value}] if isinstance(value, str) else value
+def _sources(value):
+    """Paths are sources of the same weight."""
+    values = value if isinstance(value, list) else [value]
+    return [{"path": each} if isinstance(each, str) else each for each in values]
 
 
 class DataConfig(Section):
     """Token shards, written by `lomdm prepare`: folders, URLs, or `pipe:COMMAND` with {} for the file.
 
-    train         one of these, or a list of {path, weight}, mixed in exact proportion
+    train         one of these, or a list of them or of {path, weight}, mixed in exact proportion
     attend        sequence: all of it; document: a token sees its own document only (needs model.eos_id)
     workers       threads that read ahead; 0: none
     window        shards that are mixed at one time; without it all are. For remote shards
@@ -275,7 +277,7 @@ class DataConfig(Section):
     cache         of remote shards, and of what was verified; by default the user's cache folder
     """
 
-    train: Annotated[list[Source], Field(min_length=1), BeforeValidator(_one_source)]
+    train: Annotated[list[Source], Field(min_length=1), BeforeValidator(_sources)]
     valid: Address
     attend: Literal["sequence", "document"] = "sequence"
     workers: Annotated[NonNegative, Field(le=64)] = 1
@@ -728,6 +730,8 @@ def _apply(values: dict, override: str) -> str:
     keys = name.split(".")
     if not equals or not all(keys):
         raise UserError(f"override {override!r} is not of the form section.key=value")
+    if not text.strip() and _is_text(name, text):
+        raise UserError(f"override {override!r} is empty: is a variable not set?")
     try:
         value = text if _is_text(name, text) else _read_yaml(text)
     except ValueError:
@@ -775,6 +779,8 @@ def _say(problem: dict, name: str) -> str:
         return f"unknown key {name}" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] == "missing":
         return f"{name} is missing"
+    if problem["type"] == "model_type":
+        return f"{name}: {{key: value, ...}} is wanted, got {problem['input']!r}"
     if problem["type"].startswith("bool"):
         return f"{name}: true or false is wanted, got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")

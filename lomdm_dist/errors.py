@@ -34,5 +34,12 @@ class StoppedOnRequest(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What an error says, in one line; one that ends in a colon takes the next with it."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {more[0].strip()}" if more and first.rstrip().endswith(":") else first
+
+
+def in_words(problem: dict) -> str:
+    """What pydantic found in a file, and where."""
+    place = ".".join(map(str, problem["loc"]))
+    return f"{place} {problem['msg'].removeprefix('Value error, ')}".strip()

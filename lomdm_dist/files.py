@@ -110,11 +110,16 @@ def new_folder(out: Path):
             out.rmdir()
         partial.rename(out)
     except Exception as error:  # of the libraries that write there, which do not all say why
-        if shutil.disk_usage(partial).free < FULL:
+        if is_full(partial):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from error
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_full(path: Path) -> bool:
+    """Whether the disk of it is."""
+    return shutil.disk_usage(path).free < FULL
 
 
 def check_writable(path: Path) -> None:

@@ -56,6 +56,52 @@ def test_train_py_names_the_nearest_key_and_exits_2():
     assert "Traceback" in with_traceback.stderr
 
 
+def test_a_closed_standard_output_is_no_failure(trained_run):
+    command = [
+        "sh",
+        "-c",
+        'exec "$0" -m lomdm_dist.cli checkpoint verify "$1" >&-',
+        sys.executable,
+        trained_run.run,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "blamed"),
+    [
+        (["sample", "--checkpoint", ""], "--checkpoint"),
+        (["sample", "--checkpoint="], "--checkpoint="),
+        (["sample", "--checkpoint", "runs/demo", "--json", ""], "--json"),
+        (["train", "--config", "configs/demo.yaml", "train.run="], "override 'train.run='"),
+        (["train", "--config", "configs/demo.yaml", "data.train="], "override 'data.train='"),
+    ],
+)
+def test_a_variable_that_is_not_set_is_not_the_folder_at_hand(words, blamed, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert blamed in said and "is empty: is a variable not set?" in said
+
+
+def test_a_run_whose_folder_was_deleted_under_it_can_begin_again(tmp_path, capsys, trained_run):
+    """What goes on to write there leaves its metrics alone."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(trained_run.run / "metrics.jsonl", run)
+    overrides = [f"train.run={run}", "data.train=nowhere"]
+    said = mistake(
+        capsys, "--config", trained_run.run / "config.yaml", *overrides, "--resume", "auto", command="train"
+    )
+    assert "no token shards in nowhere" in said
+    (run / "metrics.jsonl").rename(run / "else")
+    data = trained_run.data
+    said = mistake(capsys, *train_options(trained_run.run, data, f"train.run={run}"), command="train")
+    assert "holds files that are not of a run" in said
+
+
 def test_a_run_is_never_started_over(trained_run, capsys):
     before = snapshot(trained_run.run)
     said = mistake(capsys, *train_options(*trained_run, "train.steps=9"), command="train")
@@ -110,7 +156,10 @@ def test_a_tokenizer_that_is_not_the_shards_is_refused_before_training(copy, oth
     shutil.rmtree(data / "tokenizer")
     if state == "another":
         shutil.copytree(other_data / "tokenizer", data / "tokenizer")
-    message = {"missing": "cannot load tokenizer", "another": "is not the one that was recorded"}[state]
+    message = {
+        "missing": "tokenizer/tokenizer.json is missing: put the right one back",
+        "another": "is not the one that was recorded",
+    }[state]
     options = train_options(run, data, "train.steps=9", "--resume", "auto")
     assert message in mistake(capsys, *options, command="train")
 
@@ -144,7 +193,17 @@ def test_damaged_checkpoints_say_so(copy, capsys, name):
     ("broken", "message"),
     [
         (lambda run: shutil.rmtree(run / "checkpoints/step-8"), "names step-8, but there is no"),
-        (lambda run: (run / "latest").unlink(), "give a run folder or one of its checkpoints"),
+        (lambda run: (run / "latest").unlink(), "no file latest that names one: there are step-8"),
+        (
+            lambda run: (run / "latest").write_text(""),
+            "names '', which is no step-N of that run: there are step-8",
+        ),
+        (lambda run: (run / "latest").write_text(".."), "names '..', which is no step-N"),
+        (lambda run: (run / "latest").write_text("x" * 5000), f"names '{'x' * 40}', which is no step-N"),
+        (
+            lambda run: (run / "checkpoints/step-8/state.json").unlink(),
+            "step-8 is damaged (state.json is missing)",
+        ),
     ],
 )
 def test_missing_checkpoints_say_so(copy, capsys, broken, message):
@@ -242,12 +301,11 @@ def test_a_full_disk_is_named_by_the_lock(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("target", ["folder", "file/x.json", ""])
+@pytest.mark.parametrize("target", ["folder", "file/x.json"])
 def test_an_unwritable_result_is_refused_before_the_work(trained_run, tmp_path, capsys, target):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("mine")
-    target = tmp_path / target if target else ""
-    said = mistake(capsys, "sample", "--checkpoint", trained_run.run, "--json", target)
+    said = mistake(capsys, "sample", "--checkpoint", trained_run.run, "--json", tmp_path / target)
     assert "cannot write the result to" in said
 
 

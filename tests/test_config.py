@@ -68,6 +68,8 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("model.heads=5", "width 96 is not divisible by heads 5"),
         ("model.heads=96", "width / heads = 1 is odd"),
         ("model.mask_id=512", "mask_id 512 is outside vocab_size 512"),
+        ("model.width=1000000000", "model.width: input should be less than or equal to 1048576"),
+        ("data.train=[3]", "data.train.0: {key: value, ...} is wanted, got 3"),
         ("train.micro_batch=0", "train.micro_batch: a number of 1 or more is wanted, or auto, got 0"),
         ("train.micro_batch=some", "a number of 1 or more is wanted, or auto, got 'some'"),
         ("train.micro_batch=3", "global_batch 16 is not a multiple of micro_batch 3"),
@@ -81,7 +83,7 @@ def test_saved_config_loads_as_the_same(tmp_path):
         ("optim.learning_rate=1e38", "optim.learning_rate: input should be less than"),
         ("optim.clip=.nan", "optim.clip: input should be"),
         ("parallel.zero_stage=4", "parallel.zero_stage: input should be less than or equal to 3, got 4"),
-        ("train=3", "train: input should be"),
+        ("train=3", "train: {key: value, ...} is wanted, got 3"),
         ("model.width.x=1", "width is a value, not a section"),
         ("steps", "'steps' is not of the form section.key=value"),
         ("train.steps=[", "the value is not valid YAML"),
@@ -91,6 +93,12 @@ def test_what_cannot_work_is_refused_with_the_reason(override, message):
     with pytest.raises(UserError) as error:
         load_config(DEMO, [override])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_list_of_paths_is_a_mixture_of_equal_weights():
+    assert load_config(DEMO, ["data.train=[a, b]"]) == load_config(
+        DEMO, ["data.train=[{path: a}, {path: b}]"]
+    )
 
 
 @pytest.mark.parametrize("text", ["runs/a #1", "123", "2024-01-02", "{x}", "yes", "naïve é"])

@@ -9,6 +9,7 @@ from lomdm_dist.errors import UserError
 
 OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
 A_CHECKPOINT = "a run folder (its latest) or a checkpoint"
+MOST = {"num": 1_000_000, "steps": 100_000}  # of what is drawn: more is a slip of the hand
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
 
@@ -51,8 +52,9 @@ def positive(options, *names: str) -> None:
         raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
     for name in names:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+        if value is not None and not 1 <= value <= MOST.get(name, value):
+            most = f" to {MOST[name]:,}" if name in MOST else " or more"
+            raise UserError(f"--{name.replace('_', '-')} {value}: give 1{most}")
 
 
 def length_of(options, most: int, usual: int | None = None) -> int:

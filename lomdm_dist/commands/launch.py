@@ -27,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _launch(options) -> None:
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not 0 < options.port < 2**16:
+        raise UserError(f"--port {options.port}: give 1 to {2**16 - 1}")
     if options.check:
         _check_hosts(options, words)
         return

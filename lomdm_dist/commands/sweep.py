@@ -82,12 +82,12 @@ def _place(options, sweep):
 
 def _print_commands(options, sweep, records) -> None:
     from lomdm_dist.launch import hostfile
-    from lomdm_dist.study.sweep_run import DONE, FAILED, command_to_print
+    from lomdm_dist.study.sweep_run import DONE, command_to_print
 
     if options.hostfile:
         hostfile.read(options.hostfile)
     for record in records:
-        if record.status not in (DONE, FAILED) and record.point.name in (options.only or [record.point.name]):
+        if record.status != DONE and record.point.name in (options.only or [record.point.name]):
             print(
                 hide(shlex.join(command_to_print(sweep, record.point, options.processes, options.hostfile)))
             )

@@ -94,7 +94,14 @@ class Request:
         """What is read for each split. UserError where a file is not there, or is none of the recipe's."""
         if self.recipe != TEXT:
             return files_by_split(self.recipe, self.splits, self.inputs) if self.inputs else {}
+        given: dict[str | Path, str] = {}
         for name in (*self.inputs, *self.valid_inputs):
+            place = name if name.startswith(HUB) else Path(name).resolve()
+            if place in given:
+                raise UserError(f"input {name} is given twice, as {given[place]} too: leave one out")
+            given[place] = name
+            if name == HUB:
+                raise UserError(f"input {name} names no data set: {HUB}NAME or {HUB}NAME:SPLIT")
             if not name.startswith(HUB) and not Path(name).is_file():
                 folder = "is a folder: name its files" if Path(name).is_dir() else "does not exist"
                 raise UserError(f"input {name} {folder} (a hub data set is written {HUB}NAME)")

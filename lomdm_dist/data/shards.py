@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lomdm_dist.config import ModelConfig
 from lomdm_dist.data.store import Access, Damaged, Store
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import UserError, in_words
 from lomdm_dist.files import sha256, write_atomically
 
 MANIFEST, FORMAT = "manifest.json", 2
@@ -482,13 +482,12 @@ def _parse_manifest(store: Store) -> Manifest:
     except OSError as error:
         raise UserError(f"cannot read {where}: {error.strerror}") from None
     except ValidationError as error:
-        problem = error.errors()[0]
         if any(p["loc"] == ("format",) for p in error.errors()):
             raise UserError(
                 f"{where} was written by another version of lomdm_dist: prepare the data again"
             ) from None
-        place = ".".join(map(str, problem["loc"]))
-        raise UserError(f"{where} is damaged ({place} {problem['msg']}): prepare the data again") from None
+        found = in_words(error.errors()[0])
+        raise UserError(f"{where} is damaged ({found}): prepare the data again") from None
     if not manifest.sha256:
         raise UserError(f"{where} is damaged (it has no sha256): prepare the data again")
     return manifest

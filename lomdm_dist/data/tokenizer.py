@@ -18,6 +18,7 @@ from lomdm_dist.errors import UserError, first_line
 from lomdm_dist.files import first_link
 
 TRAINED = ("bpe", "wordpiece")
+ADVICE = "give bpe or wordpiece to train one, a folder, or a hub name"
 EOS, MASK, PAD, UNKNOWN = "<|endoftext|>", "[MASK]", "[PAD]", "[UNK]"
 
 
@@ -52,19 +53,15 @@ def train_tokenizer(kind: str, documents: Iterator[str], vocab_size: int) -> Pre
     return PreTrainedTokenizerFast(tokenizer_object=model, **specials)
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """Load from a folder or the hub, and give it the EOS and mask tokens it lacks. UserError.
+def load_tokenizer(name: str | Path, advice: str = ADVICE) -> PreTrainedTokenizerFast:
+    """Load from a folder or the hub, and give it the EOS and mask tokens it lacks. UserError, with advice.
 
     Code that it brings is never run, and neither that nor a chat template, a program too, is saved with it.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), use_fast=True, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds; each means: not a tokenizer we can load
-        reason = first_line(error)
-        raise UserError(
-            f"cannot load tokenizer {name}: {reason}; give {' or '.join(TRAINED)} to train one, "
-            "a folder, or a hub name"
-        ) from None
+        raise UserError(f"cannot load tokenizer {name}: {first_line(error)}; {advice}") from None
     if not tokenizer.is_fast:
         raise UserError(f"tokenizer {name} has no fast form; save it once with tokenizer.json")
     tokenizer.chat_template = None
@@ -122,12 +119,12 @@ def open_tokenizer(folder: Path, expected: TokenizerFacts) -> PreTrainedTokenize
     """Load a tokenizer that shards or a checkpoint were made with, and no other. Raises UserError."""
     if link := first_link(folder):
         raise UserError(f"the tokenizer file {link} is a link: put the file itself there")
-    tokenizer = load_tokenizer(folder)
+    again = "put the right one back, or prepare the data again"
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder / 'tokenizer.json'} is missing: {again}")
+    tokenizer = load_tokenizer(folder, again)
     if describe(tokenizer) != expected:
-        raise UserError(
-            f"the tokenizer in {folder} is not the one that was recorded there: put the right one back, "
-            "or prepare the data again"
-        )
+        raise UserError(f"the tokenizer in {folder} is not the one that was recorded there: {again}")
     return tokenizer
 
 

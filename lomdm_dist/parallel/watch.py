@@ -298,10 +298,11 @@ class Watch:
                 here = platform.node()
                 between = f"between it and {here} is" if self.places[0][2] != here else f"of {here} is down"
                 lost = f"no contact with {self.name(0)} for {limit:g} s: it is lost, or the network {between}"
-                self._declare(Verdict(lost))
+                self._declare(Verdict(lost), quiet)
             elif quiet:
-                names = ", ".join(self.name(number) for number in self._quiet(limit - 2 * BEAT))
-                self._declare(Verdict(f"no sign of life for {limit:g} s from {names}"))
+                silent = self._quiet(limit - 2 * BEAT) or quiet  # signs may come again in this moment
+                names = ", ".join(map(self.name, silent))
+                self._declare(Verdict(f"no sign of life for {limit:g} s from {names}"), silent)
         if self.verdict:  # the main thread may wait in a collective that nothing ends
             self._found.wait()
             time.sleep(TO_END)
@@ -337,8 +338,8 @@ class Watch:
         with contextlib.suppress(psutil.Error, KeyError):
             self.neighbours[number].send_signal(what)
 
-    def _declare(self, verdict: Verdict) -> None:
-        """The first verdict counts; the others are told, if they can be reached."""
+    def _declare(self, verdict: Verdict, silent: list[int] | None = None) -> None:
+        """The first verdict counts; the others are told, if they can be reached. silent: who cannot."""
         with self._one:
             if self._finishing:
                 self._closing.set()
@@ -346,7 +347,7 @@ class Watch:
                 return
             self.verdict = verdict
         self._tell(verdict)
-        self._silent = self._quiet(self.faults.lost_seconds)
+        self._silent = silent or self._quiet(self.faults.lost_seconds)
         able = {r for r, process in self.neighbours.items() if alive(process)}.difference(self._silent)
         if self.rank == min(able):
             _try_for(BEAT, self._say, verdict)

@@ -17,7 +17,6 @@ from lomdm_dist.data.reader import Reader, Rows
 from lomdm_dist.errors import RunFailed
 from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
-from lomdm_dist.train.checkpoint import LATEST
 
 FOLDER = "bad_steps"
 ROLLBACKS = 3  # to one checkpoint
@@ -57,9 +56,9 @@ class Health:
         most = {"stop": 1, "skip": faults.nonfinite_in_a_row, "rollback": math.inf}[faults.on_nonfinite]
         if self._in_a_row >= most:
             raise RunFailed(
-                f"{said}; nothing was saved after it: resume from {self.run}/{LATEST} if it is there, or "
-                "begin again, with a smaller learning rate, or with faults.on_nonfinite=rollback, which goes "
-                "on behind these data"
+                f"{said}; nothing was saved after it: --resume auto goes on from the last checkpoint, or "
+                "begins again where there is none; take a smaller learning rate, or "
+                "faults.on_nonfinite=rollback, which goes on behind these data"
             )
         return f"left out: {said}"
 

@@ -14,6 +14,7 @@ parallelism, ZeRO stage and engine may change between the two. Padding of a spli
 import hashlib
 import json
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -43,7 +44,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.data.shards import TokenizerFacts
 from lomdm_dist.data.tokenizer import open_tokenizer
-from lomdm_dist.errors import UserError
+from lomdm_dist.errors import UserError, in_words
 from lomdm_dist.files import first_link, sha256
 from lomdm_dist.model import LoMDM
 from lomdm_dist.parallel.grid import rank, world_size
@@ -53,6 +54,7 @@ from lomdm_dist.train.optim import WeightAverage
 from lomdm_dist.train.safe_reader import METADATA, SafeReader, read_metadata
 
 LATEST, STATE = "latest", "state.json"
+NAME = re.compile(r"step-\d+|\.step-\d+\.before")  # of a checkpoint; the latter while it is saved again
 WEIGHTS = ("raw", "ema")  # and MOMENTS: the kinds of saved tensors
 WEIGHT_FILE = ".distcp"
 
@@ -205,19 +207,37 @@ def steps_in(checkpoints: Path) -> dict[Path, int]:
 def find_checkpoint(path: str | Path) -> Path:
     """A checkpoint folder, from itself or from its run's folder (then the latest). UserError."""
     path = Path(path)
-    if (path / LATEST).is_file():
-        latest, name = path / LATEST, (path / LATEST).read_text(errors="replace").strip()
-        path = path / "checkpoints" / name
-        if Path(name).name != name:
+    latest, checkpoints = path / LATEST, path / "checkpoints"
+    if latest.is_file():
+        name = latest.read_text(errors="replace").strip()
+        path = checkpoints / name
+        if not NAME.fullmatch(name):
             raise UserError(
-                f"{latest} names {name!r}, which is no step-N of that run: name one with --resume"
+                f"{latest} names {name[:40]!r}, which is no step-N of that run: {_there(checkpoints)}"
             )
         if not path.is_dir():
-            raise UserError(f"{latest} names {name}, but there is no {path}; name another with --resume")
+            raise UserError(f"{latest} names {name}, but there is no {path}: {_there(checkpoints)}")
+    elif steps_in(checkpoints):
+        raise UserError(f"{path} has checkpoints, but no file {LATEST} that names one: {_there(checkpoints)}")
+    if path.parent.name == "checkpoints" and path.is_dir() and not (path / STATE).is_file():
+        _damaged(path, f"{STATE} is missing")
     if not (path / STATE).is_file():
-        hint = "give a run folder or one of its checkpoints/step-N"
-        raise UserError(f"no checkpoint in {path}: {hint}")
+        raise UserError(f"no checkpoint in {path}: give a run folder or one of its checkpoints/step-N")
     return path
+
+
+def _there(checkpoints: Path) -> str:
+    """What else may be named."""
+    names = [path.name for path in steps_in(checkpoints)]
+    return f"there are {', '.join(names)}; name one" if names else "there is no checkpoint of this run"
+
+
+def _damaged(folder: Path, reason: str) -> NoReturn:
+    """UserError, with what to use instead."""
+    step_of = steps_in(folder.parent)
+    older = [path for path in step_of if step_of[path] < step_of.get(folder, 0)]
+    another = f"the one before it is {older[-1]}" if older else "there is none before it"
+    raise UserError(f"checkpoint {folder} is damaged ({reason}); {another}") from None
 
 
 class Checkpoint:
@@ -238,7 +258,7 @@ class Checkpoint:
                 raise UserError(
                     f"checkpoint {self.folder} was written by another version of lomdm_dist: use that version"
                 ) from None
-            self.damaged(f"{STATE}: {error.errors()[0]['msg']}")
+            self.damaged(f"{STATE}: {in_words(error.errors()[0])}")
         if link := first_link(self.folder):
             self.damaged(f"{link.relative_to(self.folder)} is a link: put the file itself there")
         for name in share_of(sorted(self.state.files)):
@@ -267,13 +287,7 @@ class Checkpoint:
 
     def damaged(self, reason: str) -> NoReturn:
         """Raises UserError."""
-        raise UserError(f"checkpoint {self.folder} is damaged ({reason}); {self._another()}") from None
-
-    def _another(self) -> str:
-        """What to use instead."""
-        step_of = steps_in(self.folder.parent)
-        older = [path for path in step_of if step_of[path] < step_of.get(self.folder, 0)]
-        return f"the one before it is {older[-1]}" if older else "there is none before it"
+        _damaged(self.folder, reason)
 
     def tokenizer(self):
         """The tokenizer that is saved with the checkpoint. Raises UserError."""

@@ -19,6 +19,7 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.files import hold
 from lomdm_dist.parallel.grid import Grid, place_on_machine, rank, world_size
 from lomdm_dist.train.checkpoint import LATEST, Checkpoint, parameter_shapes
+from lomdm_dist.train.metrics import METRICS
 
 STOP = "stop"  # RUN/stop, made by anyone: reaches all machines, and has no launcher that waits 30 s and kills
 FIRST = 4  # differences, or ranks, that an error names
@@ -78,6 +79,7 @@ def _open_resumed(config: Config, resume: str | None, train: Reader) -> Checkpoi
         and {path.name for path in run.iterdir()} - {STOP}
         and not started
         and not (run / LOCK).exists()
+        and not (run / METRICS).exists()  # all that a run writes anew whose folder was deleted under it
     ):
         raise UserError(f"train.run {run} holds files that are not of a run; give another folder")
     if resume is None or (resume == "auto" and not started):

@@ -20,6 +20,7 @@ from lomdm_dist.files import write_atomically
 from lomdm_dist.machine import to_json
 from lomdm_dist.secrets import hide, say
 
+METRICS = "metrics.jsonl"
 WANDB_SECONDS = 20  # to reach the server; then the run is logged offline
 
 
@@ -78,7 +79,7 @@ class Reporter:
         self._wandb = None
         if not active:
             return
-        self.path = config.train.run / "metrics.jsonl"
+        self.path = config.train.run / METRICS
         _keep_until(self.path, resumed_at)
         self._file = self._open()
         self._unwritten, self._in_trouble = b"", False
@@ -136,8 +137,9 @@ class Reporter:
     def progress(self, metrics: dict, seconds_a_step: float) -> None:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
         left = (self.steps - metrics["step"]) * seconds_a_step
-        order = f"  velocity {metrics['velocity']:.1e}  exponent_std {metrics['exponent_std']:.1e}"
-        order = order if self._learned else ""
+        spread = metrics["exponent_std"]  # a polynomial schedule has no exponents
+        order = f"  velocity {metrics['velocity']:.1e}" if self._learned else ""
+        order += f"  exponent_std {spread:.1e}" if self._learned and math.isfinite(spread) else ""
         mfu = f"  mfu {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         self.say(
             f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}{order}  "
@@ -166,7 +168,7 @@ def _until(step: int, lines: list) -> list:
     """The lines up to a step; without one that is cut, as the last one of a killed process may be."""
     kept = []
     for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
                 kept.append(line)
     return kept

@@ -6,6 +6,7 @@ time. The threads talk over a process group of their own. A save that fails is s
 the next may find room again.
 """
 
+import errno
 import os
 import shutil
 import time
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lomdm_dist import machine
 from lomdm_dist.config import Config, load_config
 from lomdm_dist.errors import UserError
-from lomdm_dist.files import sha256, write_atomically
+from lomdm_dist.files import is_full, sha256, write_atomically
 from lomdm_dist.parallel.grid import Grid, rank
 from lomdm_dist.parallel.layout import Piece
 from lomdm_dist.train.checkpoint import (
@@ -51,6 +52,7 @@ class Saver:
         self.folder = config.train.run / "checkpoints"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last: Future | None = None
+        self._raised = False  # whether training ends with an error of the last save, which then is said
 
     @property
     def failed(self) -> bool:
@@ -69,6 +71,7 @@ class Saver:
         if goes_on and self.config.faults.on_failed_save == "stop":
             self.wait()
         state = engine_state(pieces, average, copy=True)
+        self._raised = not goes_on or self.config.faults.on_failed_save == "stop"
         self._last = self._thread.submit(self._write, state, progress, average.updates)
 
     def wait(self) -> None:
@@ -94,7 +97,8 @@ class Saver:
         except BaseException as error:
             if self.grid.first:
                 shutil.rmtree(partial, ignore_errors=True)
-            self.say(f"error: {error}")
+            if not self._raised:
+                self.say(f"error: {error}")
             raise
         self.say(f"saved {final}")
         if self.grid.first:
@@ -108,6 +112,8 @@ class Saver:
             result = work()
         except (Exception, CheckpointException) as problem:  # the latter is no Exception
             error = f"{type(problem).__name__}: {problem}".strip().splitlines()[-1]
+            if is_full(self.config.train.run):  # torch's writer says something else
+                error = os.strerror(errno.ENOSPC)
         outcomes = [None] * dist.get_world_size(self.grid.saving)
         dist.all_gather_object(outcomes, (result, error), group=self.grid.saving)
         problems = [error for _, error in outcomes if error]

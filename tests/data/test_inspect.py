@@ -89,7 +89,7 @@ DAMAGE = {
     ),
     "manifest gone": (lambda f: (f / "valid/manifest.json").unlink(), "no token shards in .*valid"),
     "split gone": (lambda f: shutil.rmtree(f / "valid"), "no token shards in .*valid"),
-    "no tokenizer": (lambda f: shutil.rmtree(f / "tokenizer"), "cannot load tokenizer"),
+    "no tokenizer": (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer.json is missing: put"),
     "other tokenizer": (other_tokenizer, "is not the one that was recorded"),
     "request": (lambda f: (f / "request.json").write_text("{"), r"request\.json is damaged"),
 }

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -15,7 +16,7 @@ from lomdm_dist.errors import UserError
 from lomdm_dist.train import inputs, loop, saver
 from lomdm_dist.train.checkpoint import Checkpoint
 from lomdm_dist.train.inputs import open_inputs
-from tests.distributed.grids import on_processes
+from tests.distributed.grids import command_line, ends_of, on_processes
 from tests.distributed.runs import curve, finish, start, wait_for
 from tests.distributed.test_grids import contents, train
 
@@ -108,6 +109,24 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_and_training_goes_on(rank,
     assert all("cannot write checkpoint" in text and "No space left" in text for text in said), said
     assert sorted(os.listdir(run / "checkpoints")) == ["step-3", "step-4"]
     assert Checkpoint(run).progress.step == 4 and max(curve(run)) == 6
+
+
+def train_where_torch_hides_that_the_disk_is_full(words: list[str]) -> None:
+    import lomdm_dist.train.saver as saver
+
+    def fails(*_):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    saver.Saver._write_pieces, saver.is_full = fails, lambda path: True
+    command_line(words)
+
+
+def test_a_full_disk_is_called_that_and_each_failure_is_said_once(base, tmp_path):
+    words = ["train", "--config", "configs/demo.yaml", *base, f"train.run={tmp_path / 'run'}"]
+    words += ["train.steps=4", "train.save_every=2"]
+    ((status, text),) = ends_of(1, tmp_path, train_where_torch_hides_that_the_disk_is_full, words)
+    said = re.findall(r"cannot write checkpoint .*/(step-\d): No space left on device", text)
+    assert (status, said) == (2, ["step-2", "step-4"]), text
 
 
 def train_apart(overrides: list[str], folders: list[Path], meet: bool) -> str:

@@ -168,7 +168,9 @@ def test_ids_that_no_token_has_are_never_drawn(trained_run):
         (["sampler.top_p=0"], "sampler.top_p: input should be greater than 0"),
         (["objective.c2=0.8"], "c1 > c2 >= 0 keeps every exponent positive"),
         (["model.width=64"], "a trained model takes sampler. and objective.c1 and objective.c2 only"),
-        (["--num", "0"], "--num 0: give 1 or more"),
+        (["--num", "0"], "--num 0: give 1 to 1,000,000"),
+        (["--steps", "1000000000"], "--steps 1000000000: give 1 to 100,000"),
+        (["--batch", "0"], "--batch 0: give 1 or more"),
         (["--checkpoint", "nowhere"], "no checkpoint in nowhere"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 
 import pytest
 
 from benchmarks import evidence, evidence_report
+from lomdm_dist.errors import UserError
 from lomdm_dist.study.sweep import load_sweep
 from tests.tiny import REPOSITORY
 
@@ -124,3 +126,29 @@ def test_a_row_is_what_its_run_has_left(tmp_path, monkeypatch):
     assert row["curve"] == [[20, 4.0, None, None, None]] and len(row["signals"]) == 1
     assert row["trained_with"] == {"commit": "abc"} and row["commands"][1] == ["lomdm", "eval"]
     assert str(tmp_path) not in json.dumps(row)
+
+
+def test_a_result_of_fewer_steps_or_a_damaged_one_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    point = next(p for p in load_sweep(evidence.SWEEP, []).points if p.name == "ar-s1")
+    state = point.run / f"checkpoints/step-{point.config.train.steps}/state.json"
+    state.parent.mkdir(parents=True)
+    state.touch()
+    result = point.run / "ppl.json"
+    assert not evidence.is_made(result, point)
+    result.write_text('{"nll_per_token"')
+    assert evidence.is_made(result, point)
+    with pytest.raises(UserError, match=r"ppl.json is damaged .*: delete it"):
+        evidence.row_of(point)
+    later = result.stat().st_mtime + 60
+    os.utime(state, (later, later))
+    assert not evidence.is_made(result, point)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
+def test_damaged_rows_are_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "KEPT", tmp_path / "kept.json")
+    (tmp_path / "kept.json").write_text(text)
+    with pytest.raises(UserError, match=r"kept.json is damaged"):
+        evidence.read_kept()

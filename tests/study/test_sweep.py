@@ -351,6 +351,11 @@ def test_the_printed_commands_are_those_of_what_is_not_done(base, stubs, capsys)
         f"deepspeed --hostfile {hosts} train.py --config {base} optim.learning_rate=0.3 train.steps=2 "
         f"train.run={base.with_name('runs')}/c --resume auto"
     ]
+    assert call(file, "--only", "bad", "train.steps=2") == 1
+    capsys.readouterr()
+    assert call(file, "--print", "--only", "a", "bad", "train.steps=2") == 0
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert "data.train=missing" in printed, "what has failed is not done"
 
 
 def test_each_point_has_gpus_of_its_own(base, monkeypatch):

@@ -161,7 +161,7 @@ def tiny_config_of_nothing(folder) -> dict:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--steps", "0"], "--steps 0: give 1 to 100,000"),
         (["--warmup", "-1"], "--warmup -1: give 0 or more"),
         (["--ranks", "0"], "count from 1, not 0"),
         (["--plot", "x.foo"], "--plot x.foo: the name must end in"),

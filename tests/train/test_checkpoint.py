@@ -45,7 +45,9 @@ def test_what_may_be_kept_for_good_is_not_dropped(tmp_path):
 
 def test_metrics_after_the_checkpoint_and_cut_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n[1]\nnull\n\xff\n{"step": 3}\n{"step": 2, "va')
+    path.write_bytes(
+        b'{"step": 1}\n{"step": 2}\n[1]\nnull\n\xff\n{"step": 3}\n' + b"[" * 10**5 + b'\n{"step": 2, "va'
+    )
     _keep_until(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
     _keep_until(tmp_path / "absent", 2)
