@@ -207,6 +207,7 @@ def _differences(ours: dict, theirs: dict) -> str:
 def _refuse_others(differences: list[bytes]) -> None:
     for number, words in enumerate(differences):
         if words:
+            time.sleep(2.0 if rank() == 0 else 0.0)  # the store may be of this process: the others read it
             raise UserError(
                 f"rank {number} differs from rank 0 in {words.decode()}: all ranks need one command and one "
                 "config (or does another job use this MASTER_PORT?)"
