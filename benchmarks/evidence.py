@@ -136,7 +136,8 @@ def reading(path: Path, advice: str):
 def is_made(result: Path, point: Point) -> bool:
     """Whether a result is there, and is of the last step: a row may have been trained longer since."""
     state = point.run / "checkpoints" / f"step-{point.config.train.steps}" / "state.json"
-    return result.exists() and result.stat().st_mtime >= state.stat().st_mtime
+    there = result.exists() and state.exists()
+    return there and result.stat().st_mtime >= state.stat().st_mtime
 
 
 def evaluate(point: Point) -> None:

@@ -8,6 +8,7 @@ Exit status: 0 done; 2 the user's mistake, said in one line; 75 stopped on reque
 
 import argparse
 import contextlib
+import itertools
 import os
 import platform
 import re
@@ -59,8 +60,11 @@ OVERRIDE = re.compile(rf"({'|'.join(SECTIONS)})(\.\w+)*=")
 def main(arguments: list[str] | None = None, default_command: str | None = None) -> None:
     """Run one command and exit with its status. `train.py` is `lomdm train`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # was closed, and must not become the number of a file of ours
+    os.close(number)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed; its number must not become that of a file of ours
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.excepthook = _say_traceback
     options = _parse(_parser(default_command), arguments)
@@ -103,8 +107,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: list[str]):
         ours = ours and words[-1:] != ["--prompt"]  # a text, whatever it says
         (taken if ours else words).append(word)
         option = word.partition("=")[0] if word.startswith("--") else option
-    for before, word in zip(["", *words], words, strict=False):
-        if (not word and before != "--prompt") or re.fullmatch(r"--(?!prompt)[\w-]+=", word):
+    for before, word in itertools.pairwise(words):
+        empty = not word and before.startswith("--") and before not in ("--prompt", "--grid")
+        if (empty or re.fullmatch(r"--(?!prompt)[\w-]+=", word)) and arguments[0] != "launch":
             parser.error(f"what follows {word or before} is empty: is a variable not set?")
     options, more = parser.parse_known_args(words)
     more = [*more, *taken]

@@ -629,11 +629,12 @@ class Config(Section):
         return self.model_dump(mode="json")
 
     def alike(self) -> dict[str, Any]:
-        """By `section.key`, what must not differ between ranks: all but where the data lie."""
+        """By `section.key`, what must not differ between ranks: all but where things lie."""
         keys = {
             f"{name}.{key}": value for name, part in self.as_dict().items() for key, value in part.items()
         }
-        return {key: value for key, value in keys.items() if key not in ("data.train", "data.valid")}
+        places = ("data.train", "data.valid", "data.cache", "train.run", "train.start_from")
+        return {key: value for key, value in keys.items() if key not in places}
 
     def save(self, path: Path) -> None:
         write_atomically(path, yaml.safe_dump(self.as_dict(), sort_keys=False))

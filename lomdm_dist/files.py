@@ -118,8 +118,10 @@ def new_folder(out: Path):
 
 
 def is_full(path: Path) -> bool:
-    """Whether the disk of it is."""
-    return shutil.disk_usage(path).free < FULL
+    """Whether the disk of it is; not where it does not say."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(path).free < FULL
+    return False
 
 
 def check_writable(path: Path) -> None:

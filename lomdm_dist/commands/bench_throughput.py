@@ -100,8 +100,9 @@ def _measure_this_job(options, config) -> None:
     config.accumulation(config.data_parallel(world_size()))
     data = options.data or _data_at_hand(config)
     reader = _open_data(config) if data == "config" else None
-    pinned = pin()
-    with process_grid(config.parallel.tensor_parallel, join(config.alike())) as grid:
+    pinned, counts = pin(), {"--steps": options.steps, "--warmup": options.warmup}
+    alike = {"the command": "bench throughput"} | counts | config.alike()
+    with process_grid(config.parallel.tensor_parallel, join(alike)) as grid:
         row = measure(config, grid, reader, options.steps, options.warmup) | {"pinned": pinned}
         if grid.first:
             point = points.Point("", config.train.micro_batch, row["ranks"], tuple(options.overrides))

@@ -10,6 +10,7 @@ from lomdm_dist.errors import UserError
 OVERRIDES = "change the config: optim.learning_rate=1e-4 train.run=runs/mine ..."
 A_CHECKPOINT = "a run folder (its latest) or a checkpoint"
 MOST = {"num": 1_000_000, "steps": 100_000}  # of what is drawn: more is a slip of the hand
+PLACES = ("run", "debug", "json", "data", "checkpoint", "judge", "input", "include_path", "save_samples")
 WEIGHTS = "ema (default): the average over training; raw: of the last step"
 
 
@@ -77,7 +78,8 @@ def processes(options):
     if world_size() == 1:
         yield None
         return
-    alike = {f"--{name}": str(value) for name, value in vars(options).items() if name != "run"}
+    given = {name: str(value) for name, value in vars(options).items() if name not in PLACES}
+    alike = {"the command": options.run.__name__} | {f"--{n.replace('_', '-')}": v for n, v in given.items()}
     with process_grid(store=join(alike)) as grid:
         yield grid
 

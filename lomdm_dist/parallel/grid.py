@@ -142,20 +142,16 @@ def join(alike: dict, seconds: float = JOIN_SECONDS) -> dist.Store:
         if rank() > 0:
             _wait_for_the_first(place, until)
         store, *_ = next(dist.rendezvous("env://", timeout=_left(until)))
+        store.set_timeout(timedelta(seconds=seconds))
         # torchrun's store outlives the processes that it starts again
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         if rank() == 0:
             store.set("alike", json.dumps(alike))
-        store.wait(["alike"], _left(until))
-        store.set(f"here/{rank()}", _differences(alike, json.loads(store.get("alike"))))
-        keys = [f"here/{other}" for other in range(world_size())]
-        with contextlib.suppress(dist.DistError):
-            store.wait(keys, _left(until))
-            _refuse_others(store.multi_get(keys))
+        if not (gone := _not_there(store, "here", "", _left(until))):
+            _refuse_others(store, _differences(alike, json.loads(store.get("alike"))))
             return store
-        gone = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        why = f"not here: ranks {', '.join(gone)}"
-    except (dist.DistError, OSError) as error:
+        why = f"not here: ranks {', '.join(map(str, gone))}"
+    except (dist.DistError, OSError, UnicodeError) as error:
         why = first_line(error)
     address = f"{place[0]}:{place[1]}"
     if "EADDRINUSE" in why:
@@ -164,6 +160,16 @@ def join(alike: dict, seconds: float = JOIN_SECONDS) -> dist.Store:
         f"the {world_size()} processes of this job did not find each other at {address} within {seconds:g} s "
         f"({why}): did one not start, or is a firewall in between? More time: faults.join_seconds"
     )
+
+
+def _not_there(store: dist.Store, what: str, ours: str, timeout: timedelta) -> list[int]:
+    """Say something of this rank, and wait until all have; the ranks that have not come so far."""
+    store.set(f"{what}/{rank()}", ours)
+    keys = [f"{what}/{number}" for number in range(world_size())]
+    with contextlib.suppress(dist.DistError):
+        store.wait(keys, timeout)
+        return []
+    return [number for number, key in enumerate(keys) if not store.check([key])]
 
 
 def _meeting_place() -> tuple[str, int]:
@@ -183,14 +189,16 @@ def _left(until: float) -> timedelta:
 
 def _wait_for_the_first(place: tuple[str, int], until: float) -> None:
     """torch's own way to wait for a store takes up to three times as long as it is told."""
+    pause = 0.1
     while True:
         try:
-            socket.create_connection(place, timeout=_left(until).total_seconds()).close()
+            socket.create_connection(place, timeout=min(10.0, _left(until).total_seconds())).close()
             return
         except OSError:
             if time.monotonic() > until:
                 raise
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(2.0, 1.5 * pause)  # thousands of ranks may ask
 
 
 def _differences(ours: dict, theirs: dict) -> str:
@@ -204,14 +212,19 @@ def _differences(ours: dict, theirs: dict) -> str:
     return ", ".join(words[:NAMED]) + (", ..." if len(words) > NAMED else "")
 
 
-def _refuse_others(differences: list[bytes]) -> None:
-    for number, words in enumerate(differences):
-        if words:
-            time.sleep(2.0 if rank() == 0 else 0.0)  # the store may be of this process: the others read it
-            raise UserError(
-                f"rank {number} differs from rank 0 in {words.decode()}: all ranks need one command and one "
-                "config (or does another job use this MASTER_PORT?)"
-            )
+def _refuse_others(store: dist.Store, ours: str) -> None:
+    """UserError on all ranks where one differs from the first; it says how."""
+    _not_there(store, "differs", ours, store.timeout)
+    found = store.multi_get([f"differs/{number}" for number in range(world_size())])
+    if words := next(filter(None, found), None):
+        store.set(f"read/{rank()}", "")
+        if rank() == 0:  # whose end may be that of the store
+            with contextlib.suppress(dist.DistError):
+                store.wait([f"read/{number}" for number in range(world_size())], timedelta(seconds=10))
+        raise UserError(
+            f"rank {found.index(words)} differs from rank 0 in {words.decode()}: all ranks need one command "
+            "and one config (or does another job use this MASTER_PORT?)"
+        )
 
 
 @contextlib.contextmanager

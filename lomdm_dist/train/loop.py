@@ -64,7 +64,8 @@ def train(config: Config, resume: str | None = None, stop_after: int | None = No
         return {"steps": start, "loss": None, "tokens": inputs.resumed.progress.tokens, "reused": True}
     if stop_after is not None and stop_after <= start:
         raise UserError(f"--stop-after {stop_after}: the run starts at step {start}; give a later one")
-    with running(config, inputs, {"--resume": resume, "--stop-after": stop_after}) as run:
+    resumes = resume if resume in (None, "auto") else "a checkpoint"  # which may lie elsewhere, too
+    with running(config, inputs, {"--resume": resumes, "--stop-after": stop_after}) as run:
         return run.train(config.train.steps if stop_after is None else stop_after)
 
 

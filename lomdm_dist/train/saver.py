@@ -52,7 +52,7 @@ class Saver:
         self.folder = config.train.run / "checkpoints"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._last: Future | None = None
-        self._raised = False  # whether training ends with an error of the last save, which then is said
+        self._raised = False  # whether an error of the last save is what training ends with
 
     @property
     def failed(self) -> bool:
@@ -71,7 +71,7 @@ class Saver:
         if goes_on and self.config.faults.on_failed_save == "stop":
             self.wait()
         state = engine_state(pieces, average, copy=True)
-        self._raised = not goes_on or self.config.faults.on_failed_save == "stop"
+        self._raised = not goes_on
         self._last = self._thread.submit(self._write, state, progress, average.updates)
 
     def wait(self) -> None:
