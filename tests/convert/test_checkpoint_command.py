@@ -186,9 +186,9 @@ FILES = {
         lambda f: (f / "tokenizer/state.json").write_text("{}"),
         "holds tokenizer/state.json, which",
     ),
-    "a step": (edit_state(step=9), "state.json: Value error, it was edited"),
-    "a version": (edit_state(versions={}), "state.json: Value error, it was edited"),
-    "a format": (edit_state(format=1), "state.json: Value error, it was edited"),
+    "a step": (edit_state(step=9), "state.json: it was edited"),
+    "a version": (edit_state(versions={}), "state.json: it was edited"),
+    "a format": (edit_state(format=1), "state.json: it was edited"),
     "tokenizer": (other_tokenizer, "is not the one that was recorded"),
 }
 

@@ -156,7 +156,7 @@ def test_skip_stops_after_so_many_in_a_row(base, tmp_path):
         "left out: the loss of step 4 is nan: ran",
     ]
     assert "the loss of step 5 is nan" in end and "(2 in a row)" in end
-    assert f"resume from {run}/latest if it is there, or begin again" in end
+    assert "--resume auto goes on from the last checkpoint, or begins again where there is none" in end
 
 
 def break_weights(overrides: list[str]) -> tuple[list[str], str]:

@@ -225,7 +225,7 @@ def go_on(overrides: list[str], checkpoint: str) -> list[float]:
     from lomdm_dist.train.loop import running
 
     config = load_config(ROOT / "configs/demo.yaml", overrides)
-    with running(config, open_inputs(config, checkpoint)) as run:
+    with running(config, open_inputs(config, checkpoint), {}) as run:
         run.save()
         run.saver.wait()
         run.train(config.train.steps)

@@ -92,7 +92,7 @@ def reductions_of(overrides: list[str]) -> tuple[set, set]:
     names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
     for name in (name for name in names if hasattr(dist, name)):
         setattr(dist, name, noted(getattr(dist, name)))
-    with running(config, open_inputs(config, None)) as run:
+    with running(config, open_inputs(config, None), {}) as run:
         run.train(config.train.steps)
         return reduced, {piece.master.dtype for piece in run.engine.pieces}
 

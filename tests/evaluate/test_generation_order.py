@@ -249,7 +249,7 @@ def test_what_a_model_has_not_is_null_with_a_reason(trained_mdlm_run, tmp_path, 
     ("more", "message"),
     [
         (["--length", "17"], "--length 17: the model was trained at 16"),
-        (["--num", "0"], "--num 0: give 1 or more"),
+        (["--num", "0"], "--num 0: give 1 to 1,000,000"),
         (["--plot", "x.gif"], "the name must end in .png, .pdf, .svg"),
         (["evaluate.time=uniform"], "a trained model takes sampler. only"),
     ],

@@ -155,7 +155,7 @@ def test_the_command_follows_its_contract(random_run, trained_run, tmp_path, cap
         (["sampler.final=argmax"], "give sampler.final=draw"),
         (["sampler.grid=even"], "no times to reveal at"),
         (["sampler.rule=random"], "a trained model takes sampler.temperature and"),
-        (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--steps", "0"], "--steps 0: give 1 to 100,000"),
     ],
 )
 def test_mistakes_are_one_line(trained_run, capsys, options, message):
