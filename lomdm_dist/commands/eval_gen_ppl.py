@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from lomdm_dist.commands.common import (
+    MOST,
     check_pace,
     checkpoint_options,
     device,
@@ -82,8 +83,9 @@ def _check(options) -> None:
     """UserError."""
     positive(options, "num", "length", "batch", "judge_batch")
     only(options.overrides, "sampler.", "objective.c1", "objective.c2")
-    if min(options.steps) < 1:
-        raise UserError(f"--steps {min(options.steps)}: give 1 or more")
+    for steps in options.steps:
+        if not 1 <= steps <= MOST["steps"]:
+            raise UserError(f"--steps {steps}: give 1 to {MOST['steps']:,}")
     if options.paper and any(override.startswith("objective.") for override in options.overrides):
         raise UserError("--paper sets c1 and c2 itself: give one or the other")
 

@@ -285,7 +285,7 @@ def test_what_is_no_judge_is_refused(kind, message, random_run, folder, tmp_path
     ("options", "message"),
     [
         (["--paper", "objective.c2=0"], "--paper sets c1 and c2 itself"),
-        (["--steps", "0"], "--steps 0: give 1 to 100,000"),
+        (["--steps", "8", "0"], "--steps 0: give 1 to 100,000"),
         (["--judge-batch", "0"], "--judge-batch 0: give 1 or more"),
         (["--length", "17"], "the model was trained at 16"),
         (["objective.c2=0.8"], "c1 > c2 >= 0 keeps every exponent positive"),
