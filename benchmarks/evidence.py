@@ -127,15 +127,19 @@ def reading(path: Path, advice: str):
     """UserError, with the advice, where what is read there is missing or other than this program wrote it."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged ({type(error).__name__}: {first_line(error)}): {advice}"
         ) from error
 
 
+def last_state(point: Point) -> Path:
+    return point.run / f"checkpoints/step-{point.config.train.steps}/state.json"
+
+
 def is_made(result: Path, point: Point) -> bool:
     """Whether a result is there, and is of the last step: a row may have been trained longer since."""
-    state = point.run / "checkpoints" / f"step-{point.config.train.steps}" / "state.json"
+    state = last_state(point)
     there = result.exists() and state.exists()
     return there and result.stat().st_mtime >= state.stat().st_mtime
 
@@ -223,9 +227,7 @@ def row_of(point: Point) -> dict:
     ppl = read(point.run / "ppl.json")
     metrics = objects((point.run / "metrics.jsonl").read_text())
     logged = [row for row in metrics if "loss" in row]
-    state = json.loads(
-        next((point.run / "checkpoints").glob(f"step-{point.config.train.steps}/state.json")).read_text()
-    )
+    state = json.loads(last_state(point).read_text())
     order = point.run / "order.json"
     files = {name: file for name in variants(point) if (file := point.run / f"{name}.json").exists()}
     return {
@@ -284,9 +286,7 @@ def write_kept(kept: dict) -> None:
 def keep(found: dict[str, dict]) -> None:
     if not found:
         sys.exit("evidence: no row is done here yet: make evidence")
-    kept = read_kept()
-    with reading(DATA.with_suffix(".json"), "move the folder away, too: run --text makes both anew"):
-        data = read(DATA.with_suffix(".json"))
+    kept, data = read_kept(), read(DATA.with_suffix(".json"))
     if kept["rows"] and kept["data"]["splits"] != data["splits"]:
         sys.exit(f"evidence: {KEPT.name} has rows of another text; move it away to keep these")
     rows, sweep = kept["rows"] | found, {point.name: about(point) for point in points()}

@@ -49,13 +49,15 @@ def check_names(kind: str, asked: Iterable[str], names: Iterable[str]) -> None:
 
 
 def positive(options, *names: str) -> None:
+    """UserError where an option, or one of its list, is less than 1 or more than makes sense."""
     if not 0 <= getattr(options, "seed", 0) < 2**63:
         raise UserError(f"--seed {options.seed}: give 0 to 2**63 - 1")
     for name in names:
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= MOST.get(name, value):
-            most = f" to {MOST[name]:,}" if name in MOST else " or more"
-            raise UserError(f"--{name.replace('_', '-')} {value}: give 1{most}")
+        given = getattr(options, name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if value is not None and not 1 <= value <= MOST.get(name, value):
+                most = f" to {MOST[name]:,}" if name in MOST else " or more"
+                raise UserError(f"--{name.replace('_', '-')} {value}: give 1{most}")
 
 
 def length_of(options, most: int, usual: int | None = None) -> int:

@@ -27,8 +27,8 @@ KNOWN_LOSSES = 100  # steps that say what is usual
 class Health:
     """How a run's steps went: what is counted of them, and whether it may go on."""
 
-    def __init__(self, faults: FaultsConfig, run: Path):
-        self.faults, self.run = faults, run
+    def __init__(self, faults: FaultsConfig):
+        self.faults = faults
         self.skipped = self.spikes = self.rollbacks = 0
         self.loss = math.nan  # of the last good step
         self._losses: deque[float] = deque(maxlen=KNOWN_LOSSES)

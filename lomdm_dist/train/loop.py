@@ -127,7 +127,7 @@ class Run:
         self.data, self.valid = inputs.train, inputs.valid
         self.accumulation = config.accumulation(grid.data_size)
         self.micro_batch, self.shortages = config.train.micro_batch, 0
-        self.health = Health(config.faults, config.train.run)
+        self.health = Health(config.faults)
         self.bad_shards: set[tuple[int, int]] = set()  # of any rank: source and number
         self.progress = inputs.resumed.progress if inputs.resumed else Progress()
         self.start = inputs.start

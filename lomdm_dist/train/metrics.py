@@ -138,8 +138,10 @@ class Reporter:
         """The line that a watching user reads; of a learned order, its price and its spread too."""
         left = (self.steps - metrics["step"]) * seconds_a_step
         spread = metrics["exponent_std"]  # a polynomial schedule has no exponents
-        order = f"  velocity {metrics['velocity']:.1e}" if self._learned else ""
-        order += f"  exponent_std {spread:.1e}" if self._learned and math.isfinite(spread) else ""
+        order = ""
+        if self._learned:
+            order = f"  velocity {metrics['velocity']:.1e}"
+            order += f"  exponent_std {spread:.1e}" if math.isfinite(spread) else ""
         mfu = f"  mfu {metrics['mfu']:.1%}" if metrics["mfu"] is not None else ""
         self.say(
             f"step {metrics['step']}/{self.steps}  loss {metrics['loss']:.4f}{order}  "

@@ -1,7 +1,6 @@
 """A loss that jumps is said; one that falls, or is as noisy as it was, is not."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from lomdm_dist.train.bad_steps import KNOWN_LOSSES, Health
 
 @pytest.fixture
 def health():
-    return Health(FaultsConfig(), Path("run"))
+    return Health(FaultsConfig())
 
 
 def test_a_falling_noisy_loss_is_no_spike_and_a_jump_is_one(health):
